@@ -24,6 +24,8 @@ interpreter = Private("torch._C._functorch", "peek_interpreter_stack", "a strate
 is_functorch_tensor = Private("torch._C._functorch", "is_functorch_wrapped_tensor", "checksums")
 execution_engine = Private("torch.autograd:Variable", "_execution_engine", "a strategy: the end of a backward pass")
 keeps_version = Private("torch.autograd", "_unsafe_preserve_version_counter", "recompute")
+profiles = Private("torch.autograd", "_profiler_enabled", "shard_data: batches have names in a profile")
+RUN_BACKWARD = Attribute("torch.autograd.graph", "_engine_run_backward", "the watch for stragglers")
 without_subclasses = Private("torch._C", "DisableTorchFunctionSubclass", "tensors of weft's own classes")
 without_functions = Private("torch._C", "DisableTorchFunction", "a rehearsal")
 make_subclass = Private("torch:Tensor", "_make_wrapper_subclass", "tensors of weft's own classes")
@@ -32,6 +34,7 @@ IS_VIEW = Attribute("torch:Tensor", "_is_view", "zero_partition: views")
 VERSION = Attribute("torch:Tensor", "_version", "checks of what was written")
 TENSOR_HOOKS = Attribute("torch:Tensor", "_backward_hooks", "checks of hooks on parameters")
 ACCUMULATE_HOOKS = Attribute("torch:Tensor", "_post_accumulate_grad_hooks", "checks of hooks on parameters")
+HOLDERS = Attribute("torch:Tensor", "_use_count", "rehearsals beside real runs")
 STORAGE_ADDRESS = Attribute("torch.storage:UntypedStorage", "_cdata", "what shares memory")
 
 # -- modules and optimizers ------------------------------------------------------------------------------------
@@ -54,6 +57,8 @@ LOAD_PRE_HOOKS = Attribute(_MODULE, "_load_state_dict_pre_hooks", "undo of fully
 LOAD_POST_HOOKS = Attribute(_MODULE, "_load_state_dict_post_hooks", "undo of fully_shard")
 STEP_PRE_HOOKS = Attribute(_OPTIMIZER, "_optimizer_step_pre_hooks", "strategies that step in parts")
 STEP_POST_HOOKS = Attribute(_OPTIMIZER, "_optimizer_step_post_hooks", "strategies that step in parts")
+STATE_OPTIMIZER_PRE_HOOKS = Attribute(_OPTIMIZER, "_optimizer_state_dict_pre_hooks", "the engine deepspeed")
+STATE_OPTIMIZER_POST_HOOKS = Attribute(_OPTIMIZER, "_optimizer_state_dict_post_hooks", "the engine deepspeed")
 LOAD_OPTIMIZER_PRE_HOOKS = Attribute(_OPTIMIZER, "_optimizer_load_state_dict_pre_hooks", "restore")
 LOAD_OPTIMIZER_POST_HOOKS = Attribute(_OPTIMIZER, "_optimizer_load_state_dict_post_hooks", "restore")
 call_functional = Private("torch.nn.utils.stateless", "_functional_call", "fully_shard inside functional_call")
@@ -61,6 +66,8 @@ batch_norm = Private("torch.nn.modules.batchnorm", "_BatchNorm", "sync_batch_nor
 norm_base = Private("torch.nn.modules.batchnorm", "_NormBase", "recompute")
 dropout = Private("torch.nn.modules.dropout", "_DropoutNd", "zero_partition: what draws")
 sync_batch_norm = Private("torch.nn.modules._functions", "SyncBatchNorm", "sync_batch_norm")
+eval_frame = Private("torch._dynamo", "eval_frame", "ranks that are forked have it imported")
+backends = Private("torch._dynamo.eval_frame", "cached_backends", "a rehearsal")
 untraced = Private("torch", "_disable_dynamo", "what runs outside of compiled code")
 COMPILED_MODULE = Attribute("torch._dynamo.eval_frame:OptimizedModule", "_orig_mod", "compile; names in checkpoints")
 
@@ -98,7 +105,7 @@ PARAM_SPEC = Attribute(_PARAM, "_unsharded_dtensor_spec", "fully_shard beside te
 PARAM_SPEC_BEFORE = Attribute(
     _PARAM, "_tp_spec", "fully_shard beside tensor_parallel", until="2.12", instead="_unsharded_dtensor_spec"
 )
-chunk = Private(f"{_FSDP}_fsdp_common", "_chunk_with_empty", "a rehearsal")
+chunk = Private(f"{_FSDP}_fsdp_param", "_chunk_with_empty", "a rehearsal")
 
 # -- data parallelism ------------------------------------------------------------------------------------------
 
@@ -121,6 +128,24 @@ abort_group = Private(_C10D, "_abort_process_group", "the end of a job that fail
 world = Private(_C10D, "_world", "which groups there are")
 work_of = Private("torch._C._distributed_c10d", "_create_work_from_future", "pretended ranks")
 find_group = Private("torch._C._distributed_c10d", "_resolve_process_group", "a rehearsal: functional collectives")
+send_object = Private(_C10D, "_object_to_tensor", "a rehearsal")
+use_group = Private(_C10D, "_update_default_pg", "a rehearsal")
+register_group = Private(_C10D, "_register_process_group", "a rehearsal")
+forget_group = Private(_C10D, "_unregister_process_group", "a rehearsal")
+TAGGED_GROUPS = Attribute(_C10D, "_tags_to_pg", "a rehearsal")
+GROUP_NAMES = Attribute(_C10D, "_pg_names", "a rehearsal")
+GROUP_TABLES = (
+    GROUP_NAMES,
+    *(
+        Attribute(_C10D, name, "a rehearsal")
+        for name in ("_pg_map", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag")
+    ),
+)
+BACKENDS = Attribute("torch.distributed:Backend", "_plugins", "a rehearsal")
+backend = Private("torch.distributed:Backend", "_BackendPlugin", "a rehearsal")
+NAME_GROUP = Attribute(_PG, "_set_group_name", "a rehearsal")
+DESCRIBE_GROUP = Attribute(_PG, "_set_group_desc", "a rehearsal")
+MESSAGES_BEGUN = Attribute(_PG, "_get_sequence_number_for_group", "which rank is behind")
 GROUP_NAMER = Attribute(_C10D, "_process_group_name", "sub-contexts: the same name on all ranks")
 BACKEND_OF = Attribute(_PG, "_get_backend", "sub-contexts")
 DEVICE_TYPES = Attribute(_PG, "_device_types", "adopt: the timeout")
@@ -148,7 +173,9 @@ strided_shard = Private(
     "torch.distributed.tensor.placement_types", "_StridedShard", "fully_shard beside tensor_parallel"
 )
 block_of = Private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "checkpoints of shards")
-propagator = Private("torch.distributed.tensor._sharding_prop", "ShardingPropagator", "a rehearsal")
+propagate = Private(
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator", "_propagate_tensor_meta_non_cached", "a rehearsal"
+)
 CLEAR_PROPAGATION = tuple(
     Private("torch.distributed.tensor.debug", name, "the end of a context", since)
     for name, since in (("_clear_sharding_prop_cache", "2.13"), ("_clear_python_sharding_prop_cache", "2.10"))
@@ -164,10 +191,15 @@ _LOADER = "torch.utils.data.dataloader"
 base_iterator = Private(_LOADER, "_BaseDataLoaderIter", "shard_data")
 single_iterator = Private(_LOADER, "_SingleProcessDataLoaderIter", "shard_data")
 worker_iterator = Private(_LOADER, "_MultiProcessingDataLoaderIter", "shard_data")
+LOADER_ITERATES = Attribute(f"{_LOADER}:DataLoader", "_get_iterator", "shard_data")
+LOADER_ITERATOR = Attribute(f"{_LOADER}:DataLoader", "_iterator", "shard_data: workers that stay")
 LENGTH_CALLED = Attribute(f"{_LOADER}:DataLoader", "_IterableDataset_len_called", "shard_data")
 SAMPLER_ITERATOR = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_sampler_iter", "shard_data")
 NEXT_DATA = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_next_data", "shard_data")
-worker = Private("torch.utils.data", "_utils", "shard_data: which worker this is")
+NUM_YIELDED = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_num_yielded", "shard_data")
+try_get = Private(f"{_LOADER}:_MultiProcessingDataLoaderIter", "_try_get_data", "a rehearsal")
+worker_loop = Private("torch.utils.data._utils.worker", "_worker_loop", "a rehearsal")
+worker_info = Private("torch.utils.data._utils.worker", "_worker_info", "shard_data: what workers read is the same")
 
 # -- dispatch and fake tensors ---------------------------------------------------------------------------------
 
@@ -177,7 +209,22 @@ tree = Private("torch.utils", "_pytree", "nested values as torch sees them")
 fake_tensor = Private("torch._subclasses.fake_tensor", "FakeTensor", "a rehearsal")
 fake_mode = Private("torch._subclasses.fake_tensor", "FakeTensorMode", "a rehearsal")
 without_fakes = Private("torch._subclasses.fake_tensor", "unset_fake_temporarily", "a rehearsal")
+unknown_value = Private("torch._subclasses.fake_tensor", "DataDependentOutputException", "a rehearsal")
+unknown_size = Private("torch._subclasses.fake_tensor", "DynamicOutputShapeException", "a rehearsal")
+current_device = Private("torch.utils._device", "CURRENT_DEVICE", "a rehearsal")
+parse_to = Private("torch._C._nn", "_parse_to", "a rehearsal: Module.to")
 schema = Attribute("torch._ops:OpOverload", "_schema", "probes; a rehearsal")
+wait = Private("torch:ops._c10d_functional", "wait_tensor", "a rehearsal beside a real run")
+FUNCTIONAL_MESSAGES = (  # one operation of each namespace
+    wait,
+    Private("torch:ops._c10d_functional_autograd", "all_gather_into_tensor", "a rehearsal"),
+    Private("torch:ops._dtensor", "shard_dim_alltoall", "a rehearsal"),
+)
+GATHER = Attribute("torch:ops.c10d", "_allgather_base_", "a rehearsal")
+REDUCE_SCATTER = Attribute("torch:ops.c10d", "_reduce_scatter_base_", "a rehearsal")
+CTC_LOSS = Attribute("torch:ops.aten", "_ctc_loss", "a rehearsal")
+PACK_SEQUENCE = Attribute("torch:ops.aten", "_pack_padded_sequence", "a rehearsal")
+grouped_mm = Private("torch:ops.aten", "_grouped_mm", "a rehearsal")
 
 # -- operations on many tensors --------------------------------------------------------------------------------
 
