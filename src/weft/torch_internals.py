@@ -66,7 +66,6 @@ batch_norm = Private("torch.nn.modules.batchnorm", "_BatchNorm", "sync_batch_nor
 norm_base = Private("torch.nn.modules.batchnorm", "_NormBase", "recompute")
 dropout = Private("torch.nn.modules.dropout", "_DropoutNd", "zero_partition: what draws")
 sync_batch_norm = Private("torch.nn.modules._functions", "SyncBatchNorm", "sync_batch_norm")
-eval_frame = Private("torch._dynamo", "eval_frame", "ranks that are forked have it imported")
 backends = Private("torch._dynamo.eval_frame", "cached_backends", "a rehearsal")
 untraced = Private("torch", "_disable_dynamo", "what runs outside of compiled code")
 COMPILED_MODULE = Attribute("torch._dynamo.eval_frame:OptimizedModule", "_orig_mod", "compile; names in checkpoints")
@@ -152,6 +151,24 @@ DEVICE_TYPES = Attribute(_PG, "_device_types", "adopt: the timeout")
 SET_TIMEOUT = Attribute("torch._C._distributed_c10d:ProcessGroupGloo", "_set_default_timeout", "elastic jobs")
 OPTIONS_TIMEOUT = Attribute("torch._C._distributed_c10d:Backend.Options", "_timeout", "adopt: the timeout")
 
+# -- the launcher ----------------------------------------------------------------------------------------------
+
+_ELASTIC = "torch.distributed.elastic."
+end_ranks = Private(f"{_ELASTIC}multiprocessing.api", "_terminate_process_handler", "launch: signals")
+RANKS_STORE = Attribute(
+    f"{_ELASTIC}rendezvous.static_tcp_rendezvous:StaticTCPRendezvous", "_store", "launch: which address listens"
+)
+RANKS_SERVE = Attribute(
+    f"{_ELASTIC}rendezvous.dynamic_rendezvous:DynamicRendezvousHandler",
+    "_create_tcp_store_server",
+    "launch: which address listens",
+)
+NODES_MET = Attribute(
+    f"{_ELASTIC}rendezvous.dynamic_rendezvous:DynamicRendezvousHandler",
+    "_state_holder",
+    "launch: how often nodes have met",
+)
+
 # -- DTensor and device meshes ---------------------------------------------------------------------------------
 
 _DTENSOR = "torch.distributed.tensor:DTensor"
@@ -193,7 +210,7 @@ single_iterator = Private(_LOADER, "_SingleProcessDataLoaderIter", "shard_data")
 worker_iterator = Private(_LOADER, "_MultiProcessingDataLoaderIter", "shard_data")
 LOADER_ITERATES = Attribute(f"{_LOADER}:DataLoader", "_get_iterator", "shard_data")
 LOADER_ITERATOR = Attribute(f"{_LOADER}:DataLoader", "_iterator", "shard_data: workers that stay")
-LENGTH_CALLED = Attribute(f"{_LOADER}:DataLoader", "_IterableDataset_len_called", "shard_data")
+LENGTH_CALLED = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_IterableDataset_len_called", "shard_data")
 SAMPLER_ITERATOR = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_sampler_iter", "shard_data")
 NEXT_DATA = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_next_data", "shard_data")
 NUM_YIELDED = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_num_yielded", "shard_data")
