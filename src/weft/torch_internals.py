@@ -61,6 +61,14 @@ STATE_OPTIMIZER_PRE_HOOKS = Attribute(_OPTIMIZER, "_optimizer_state_dict_pre_hoo
 STATE_OPTIMIZER_POST_HOOKS = Attribute(_OPTIMIZER, "_optimizer_state_dict_post_hooks", "the engine deepspeed")
 LOAD_OPTIMIZER_PRE_HOOKS = Attribute(_OPTIMIZER, "_optimizer_load_state_dict_pre_hooks", "restore")
 LOAD_OPTIMIZER_POST_HOOKS = Attribute(_OPTIMIZER, "_optimizer_load_state_dict_post_hooks", "restore")
+OPTIMIZER_HOOKS = (
+    STEP_PRE_HOOKS,
+    STEP_POST_HOOKS,
+    STATE_OPTIMIZER_PRE_HOOKS,
+    STATE_OPTIMIZER_POST_HOOKS,
+    LOAD_OPTIMIZER_PRE_HOOKS,
+    LOAD_OPTIMIZER_POST_HOOKS,
+)
 call_functional = Private("torch.nn.utils.stateless", "_functional_call", "fully_shard inside functional_call")
 batch_norm = Private("torch.nn.modules.batchnorm", "_BatchNorm", "sync_batch_norm")
 norm_base = Private("torch.nn.modules.batchnorm", "_NormBase", "recompute")

@@ -16,12 +16,19 @@ TABLES = (
     "engines/deepspeed/internals.py",
     "engines/xla/internals.py",
 )
-NAMES = {
-    f"{key} {one!r}": one
-    for key, found in vars(torch_internals).items()
-    for one in (found if isinstance(found, tuple) else (found,))
-    if isinstance(one, (Private, Attribute))
-}
+
+
+def names_in(table):
+    """What a table has, by texts for the ids of tests."""
+    return {
+        f"{key} {one!r}": one
+        for key, found in vars(table).items()
+        for one in (found if isinstance(found, tuple) else (found,))
+        if isinstance(one, (Private, Attribute))
+    }
+
+
+NAMES = names_in(torch_internals)
 # Of Python and of model classes of transformers, which are no insides of torch.
 OTHERS = {
     "_asdict",
