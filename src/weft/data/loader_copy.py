@@ -189,9 +189,9 @@ class _Quick:
         super()._reset(loader, first_iter)  # type: ignore[misc]
 
 
-class _QuickSingle(_Quick, torch_internals.single_iterator.base):  # type: ignore[misc]
+class _QuickSingle(_Quick, torch_internals.single_iterator.base):  # type: ignore[misc, name-defined]
     pass
 
 
-class _QuickMulti(_Quick, torch_internals.worker_iterator.base):  # type: ignore[misc]
+class _QuickMulti(_Quick, torch_internals.worker_iterator.base):  # type: ignore[misc, name-defined]
     pass

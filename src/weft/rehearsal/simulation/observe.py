@@ -55,7 +55,7 @@ class Observed:
         self.traffic.end_in_step()
 
 
-class Observer(torch_internals.dispatch_mode.base):  # type: ignore[misc]
+class Observer(torch_internals.dispatch_mode.base):  # type: ignore[misc, name-defined]
     """Passes every operation to `call`, and notes what comes of it."""
 
     def __init__(self, found: Observed, call: Call) -> None:

@@ -359,7 +359,7 @@ def _address(tensor: torch.Tensor) -> int:
     """What `data_ptr` is good for: to see whether two tensors lie at the same place. Nothing can be read there."""
     if "-packages/safetensors/" in sys._getframe(1).f_code.co_filename:  # it would write what is there
         raise _unwritten(tensor)
-    return _address_of(tensor) + tensor.storage_offset() * tensor.element_size()
+    return int(_address_of(tensor) + tensor.storage_offset() * tensor.element_size())
 
 
 def _address_of(tensor: torch.Tensor) -> int:
