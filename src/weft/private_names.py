@@ -168,9 +168,17 @@ class Attribute(_Name):
         Raises:
             ContextError: The installed version does not have it.
         """
+        self.check()
+        return self._name
+
+    def check(self) -> None:
+        """Raise if it is gone: for a method that a class of weft has in place of this one.
+
+        Raises:
+            ContextError: The installed version does not have it.
+        """
         if not self.exists:
             self._raise()
-        return self._name
 
     def of(self, owner: Any) -> Any:
         """The value.

@@ -152,6 +152,8 @@ BACKENDS = Attribute("torch.distributed:Backend", "_plugins", "a rehearsal")
 backend = Private("torch.distributed:Backend", "_BackendPlugin", "a rehearsal")
 NAME_GROUP = Attribute(_PG, "_set_group_name", "a rehearsal")
 DESCRIBE_GROUP = Attribute(_PG, "_set_group_desc", "a rehearsal")
+GATHER_ON_GROUP = Attribute(_PG, "_allgather_base", "a rehearsal")
+REDUCE_ON_GROUP = Attribute(_PG, "_reduce_scatter_base", "a rehearsal")
 MESSAGES_BEGUN = Attribute(_PG, "_get_sequence_number_for_group", "which rank is behind")
 GROUP_NAMER = Attribute(_C10D, "_process_group_name", "sub-contexts: the same name on all ranks")
 BACKEND_OF = Attribute(_PG, "_get_backend", "sub-contexts")
@@ -162,7 +164,13 @@ OPTIONS_TIMEOUT = Attribute("torch._C._distributed_c10d:Backend.Options", "_time
 # -- the launcher ----------------------------------------------------------------------------------------------
 
 _ELASTIC = "torch.distributed.elastic."
+_RANKS = f"{_ELASTIC}multiprocessing.api:MultiprocessContext"
 end_ranks = Private(f"{_ELASTIC}multiprocessing.api", "_terminate_process_handler", "launch: signals")
+POLL = Attribute(_RANKS, "_poll", "launch: ranks that end early")
+CLOSE = Attribute(_RANKS, "_close", "launch: ranks that are stopped")
+PROCESSES = Attribute(_RANKS, "_pc", "launch: ranks that end early")
+VALUES = Attribute(_RANKS, "_return_values", "launch: ranks that end early")
+QUEUES = Attribute(_RANKS, "_ret_vals", "launch: ranks that end early")
 RANKS_STORE = Attribute(
     f"{_ELASTIC}rendezvous.static_tcp_rendezvous:StaticTCPRendezvous", "_store", "launch: which address listens"
 )
@@ -220,6 +228,7 @@ LOADER_ITERATES = Attribute(f"{_LOADER}:DataLoader", "_get_iterator", "shard_dat
 LOADER_ITERATOR = Attribute(f"{_LOADER}:DataLoader", "_iterator", "shard_data: workers that stay")
 LENGTH_CALLED = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_IterableDataset_len_called", "shard_data")
 SAMPLER_ITERATOR = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_sampler_iter", "shard_data")
+RESET = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_reset", "shard_data: workers that stay")
 NEXT_DATA = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_next_data", "shard_data")
 NUM_YIELDED = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_num_yielded", "shard_data")
 try_get = Private(f"{_LOADER}:_MultiProcessingDataLoaderIter", "_try_get_data", "a rehearsal")

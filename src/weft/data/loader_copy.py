@@ -155,6 +155,7 @@ def torch_iterator(loader: DataLoader[Any], note: Callable[[Any], Any] | None = 
     It names its batches in a profile only while a profiler runs: torch opens a `record_function` around every
     batch, watched or not, which takes 2 to 5 us of CPU.
     """
+    torch_internals.RESET.check()
     iterate = partial(torch_internals.LOADER_ITERATES.of(DataLoader), loader)
     if loader.num_workers:
         with workers_outlive_signals(loader) as begun:
@@ -186,7 +187,7 @@ class _Quick:
     def _reset(self: Any, loader: Any, first_iter: bool = False) -> None:
         if self.weft_note is not None:
             self.weft_note = loader.weft_noting()
-        super()._reset(loader, first_iter)  # type: ignore[misc]
+        torch_internals.RESET.of(super())(loader, first_iter)
 
 
 class _QuickSingle(_Quick, torch_internals.single_iterator.base):  # type: ignore[misc, name-defined]

@@ -105,6 +105,8 @@ class _Ranks(MultiprocessContext):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for method in (torch_internals.POLL, torch_internals.CLOSE):
+            method.check()
         super().__init__(*args, **kwargs)
         self.left: dict[int, int] = {}
         self._signal_s: float | None = None
@@ -127,26 +129,27 @@ class _Ranks(MultiprocessContext):
 
     def _poll(self) -> RunProcsResult | None:
         # torch waits for the return value of each, which such a rank never sends.
-        processes = [] if self._pc is None else self._pc.processes
+        context, values = torch_internals.PROCESSES.of(self), torch_internals.VALUES.of(self)
+        processes = [] if context is None else context.processes
         for local_rank, process in enumerate(processes):
             ended = process.exitcode == 0  # as the system has it; a value was sent before
-            if ended and local_rank not in self._return_values and self._ret_vals[local_rank].empty():
-                self._return_values[local_rank] = None
+            if ended and local_rank not in values and torch_internals.QUEUES.of(self)[local_rank].empty():
+                values[local_rank] = None
                 self.left[local_rank] = process.pid
         if any(process.exitcode for process in processes):
             self._wake()
-        return super()._poll()
+        return torch_internals.POLL.of(super())()  # type: ignore[no-any-return]
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         self._wake()
-        super()._close(death_sig, timeout)
+        torch_internals.CLOSE.of(super())(death_sig, timeout)
 
     def _wake(self) -> None:
         """All are about to be ended; one that is stopped would not see it, and be waited for."""
         self._send(signal.SIGCONT)
 
     def _send(self, number: int) -> None:
-        for pid in self.pids().values() if self._pc is not None else ():
+        for pid in self.pids().values() if torch_internals.PROCESSES.of(self) is not None else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 

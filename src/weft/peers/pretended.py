@@ -89,6 +89,13 @@ class PretendedGroup(_Group):  # type: ignore[misc]
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, per_node: int, note: Note, mail: Mail) -> None:
+        for method in (
+            torch_internals.NAME_GROUP,
+            torch_internals.MESSAGES_BEGUN,
+            torch_internals.GATHER_ON_GROUP,
+            torch_internals.REDUCE_ON_GROUP,
+        ):
+            method.check()
         super().__init__(rank, len(ranks))
         self.ranks = tuple(ranks)
         self.per_node = per_node
@@ -112,7 +119,7 @@ class PretendedGroup(_Group):  # type: ignore[misc]
         return BACKEND
 
     def _set_group_name(self, name: str) -> None:
-        super()._set_group_name(name)
+        torch_internals.NAME_GROUP.of(super())(name)
         self._name = name
 
     def _get_sequence_number_for_group(self) -> int:
