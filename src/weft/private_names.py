@@ -182,9 +182,17 @@ class Attribute(_Name):
         Raises:
             ContextError: The installed version does not have it.
         """
+        self.check()
+        return self.spelling
+
+    def check(self) -> None:
+        """Raise if it is gone: for a method that a class of weft has in place of this one.
+
+        Raises:
+            ContextError: The installed version does not have it.
+        """
         if not self.exists:
             self._raise()
-        return self.spelling
 
     def of(self, owner: Any) -> Any:
         """The value.
@@ -204,7 +212,7 @@ class Attribute(_Name):
             ContextError: No object of the installed version has it.
         """
         try:
-            return getattr(owner, self._name)
+            return getattr(owner, self.spelling)
         except AttributeError:
             if not self.exists:
                 self._raise()

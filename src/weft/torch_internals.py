@@ -25,6 +25,8 @@ interpreter = Private("torch._C._functorch", "peek_interpreter_stack", "a strate
 is_functorch_tensor = Private("torch._C._functorch", "is_functorch_wrapped_tensor", "checksums")
 execution_engine = Private("torch.autograd:Variable", "_execution_engine", "a strategy: the end of a backward pass")
 keeps_version = Private("torch.autograd", "_unsafe_preserve_version_counter", "recompute")
+profiles = Private("torch.autograd", "_profiler_enabled", "shard_data: batches have names in a profile")
+RUN_BACKWARD = Attribute("torch.autograd.graph", "_engine_run_backward", "the watch for stragglers")
 without_subclasses = Private("torch._C", "DisableTorchFunctionSubclass", "tensors of weft's own classes")
 without_functions = Private("torch._C", "DisableTorchFunction", "a rehearsal")
 make_subclass = Private("torch:Tensor", "_make_wrapper_subclass", "tensors of weft's own classes")
@@ -34,6 +36,7 @@ VERSION = Attribute("torch:Tensor", "_version", "checks of what was written")
 TENSOR_HOOKS = Attribute("torch:Tensor", "_backward_hooks", "checks of hooks on parameters")
 ACCUMULATE_HOOKS = Attribute("torch:Tensor", "_post_accumulate_grad_hooks", "checks of hooks on parameters")
 IS_PARAMETER = Attribute("torch.nn.parameter:Parameter", "_is_param", "parameters that another rank has")
+HOLDERS = Attribute("torch:Tensor", "_use_count", "rehearsals beside real runs")
 STORAGE_ADDRESS = Attribute("torch.storage:UntypedStorage", "_cdata", "what shares memory")
 
 # -- modules and optimizers ------------------------------------------------------------------------------------
@@ -57,14 +60,25 @@ LOAD_PRE_HOOKS = Attribute(_MODULE, "_load_state_dict_pre_hooks", "undo of fully
 LOAD_POST_HOOKS = Attribute(_MODULE, "_load_state_dict_post_hooks", "undo of fully_shard")
 STEP_PRE_HOOKS = Attribute(_OPTIMIZER, "_optimizer_step_pre_hooks", "strategies that step in parts")
 STEP_POST_HOOKS = Attribute(_OPTIMIZER, "_optimizer_step_post_hooks", "strategies that step in parts")
+STATE_OPTIMIZER_PRE_HOOKS = Attribute(_OPTIMIZER, "_optimizer_state_dict_pre_hooks", "the engine deepspeed")
+STATE_OPTIMIZER_POST_HOOKS = Attribute(_OPTIMIZER, "_optimizer_state_dict_post_hooks", "the engine deepspeed")
 LOAD_OPTIMIZER_PRE_HOOKS = Attribute(_OPTIMIZER, "_optimizer_load_state_dict_pre_hooks", "restore")
 LOAD_OPTIMIZER_POST_HOOKS = Attribute(_OPTIMIZER, "_optimizer_load_state_dict_post_hooks", "restore")
+OPTIMIZER_HOOKS = (
+    STEP_PRE_HOOKS,
+    STEP_POST_HOOKS,
+    STATE_OPTIMIZER_PRE_HOOKS,
+    STATE_OPTIMIZER_POST_HOOKS,
+    LOAD_OPTIMIZER_PRE_HOOKS,
+    LOAD_OPTIMIZER_POST_HOOKS,
+)
 call_functional = Private("torch.nn.utils.stateless", "_functional_call", "fully_shard inside functional_call")
 batch_norm = Private("torch.nn.modules.batchnorm", "_BatchNorm", "sync_batch_norm")
 applied = Private("torch.distributed._composable.contract", "_get_registry", "recompute: what is recomputed already")
 norm_base = Private("torch.nn.modules.batchnorm", "_NormBase", "recompute")
 dropout = Private("torch.nn.modules.dropout", "_DropoutNd", "zero_partition: what draws")
 sync_batch_norm = Private("torch.nn.modules._functions", "SyncBatchNorm", "sync_batch_norm")
+backends = Private("torch._dynamo.eval_frame", "cached_backends", "a rehearsal")
 untraced = Private("torch", "_disable_dynamo", "what runs outside of compiled code")
 compiled_module = Private("torch._dynamo", "OptimizedModule", "compile: what is compiled already")
 COMPILED_MODULE = Attribute("torch._dynamo.eval_frame:OptimizedModule", "_orig_mod", "compile; names in checkpoints")
@@ -120,7 +134,7 @@ PARAM_SPEC_BEFORE = Attribute(
     _PARAM, "_tp_spec", "fully_shard beside tensor_parallel", until="2.12", instead="_unsharded_dtensor_spec"
 )
 MESH_SHARDS = Attribute(f"{_FSDP}_fsdp_common:FSDPMeshInfo", "shard_mesh_size", "fully_shard: does a unit communicate")
-chunk = Private(f"{_FSDP}_fsdp_common", "_chunk_with_empty", "a rehearsal")
+chunk = Private(f"{_FSDP}_fsdp_param", "_chunk_with_empty", "a rehearsal")
 
 # -- data parallelism ------------------------------------------------------------------------------------------
 
@@ -143,11 +157,55 @@ abort_group = Private(_C10D, "_abort_process_group", "the end of a job that fail
 world = Private(_C10D, "_world", "which groups there are")
 work_of = Private("torch._C._distributed_c10d", "_create_work_from_future", "pretended ranks")
 find_group = Private("torch._C._distributed_c10d", "_resolve_process_group", "a rehearsal: functional collectives")
+send_object = Private(_C10D, "_object_to_tensor", "a rehearsal")
+use_group = Private(_C10D, "_update_default_pg", "a rehearsal")
+register_group = Private(_C10D, "_register_process_group", "a rehearsal")
+forget_group = Private(_C10D, "_unregister_process_group", "a rehearsal")
+TAGGED_GROUPS = Attribute(_C10D, "_tags_to_pg", "a rehearsal")
+GROUP_NAMES = Attribute(_C10D, "_pg_names", "a rehearsal")
+GROUP_TABLES = (
+    GROUP_NAMES,
+    *(
+        Attribute(_C10D, name, "a rehearsal")
+        for name in ("_pg_map", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag")
+    ),
+)
+BACKENDS = Attribute("torch.distributed:Backend", "_plugins", "a rehearsal")
+backend = Private("torch.distributed:Backend", "_BackendPlugin", "a rehearsal")
+NAME_GROUP = Attribute(_PG, "_set_group_name", "a rehearsal")
+DESCRIBE_GROUP = Attribute(_PG, "_set_group_desc", "a rehearsal")
+GATHER_ON_GROUP = Attribute(_PG, "_allgather_base", "a rehearsal")
+REDUCE_ON_GROUP = Attribute(_PG, "_reduce_scatter_base", "a rehearsal")
+MESSAGES_BEGUN = Attribute(_PG, "_get_sequence_number_for_group", "which rank is behind")
 GROUP_NAMER = Attribute(_C10D, "_process_group_name", "sub-contexts: the same name on all ranks")
 BACKEND_OF = Attribute(_PG, "_get_backend", "sub-contexts")
 DEVICE_TYPES = Attribute(_PG, "_device_types", "adopt: the timeout")
 SET_TIMEOUT = Attribute("torch._C._distributed_c10d:ProcessGroupGloo", "_set_default_timeout", "elastic jobs")
 OPTIONS_TIMEOUT = Attribute("torch._C._distributed_c10d:Backend.Options", "_timeout", "adopt: the timeout")
+
+# -- the launcher ----------------------------------------------------------------------------------------------
+
+_ELASTIC = "torch.distributed.elastic."
+_RANKS = f"{_ELASTIC}multiprocessing.api:MultiprocessContext"
+end_ranks = Private(f"{_ELASTIC}multiprocessing.api", "_terminate_process_handler", "launch: signals")
+POLL = Attribute(_RANKS, "_poll", "launch: ranks that end early")
+CLOSE = Attribute(_RANKS, "_close", "launch: ranks that are stopped")
+PROCESSES = Attribute(_RANKS, "_pc", "launch: ranks that end early")
+VALUES = Attribute(_RANKS, "_return_values", "launch: ranks that end early")
+QUEUES = Attribute(_RANKS, "_ret_vals", "launch: ranks that end early")
+RANKS_STORE = Attribute(
+    f"{_ELASTIC}rendezvous.static_tcp_rendezvous:StaticTCPRendezvous", "_store", "launch: which address listens"
+)
+RANKS_SERVE = Attribute(
+    f"{_ELASTIC}rendezvous.dynamic_rendezvous:DynamicRendezvousHandler",
+    "_create_tcp_store_server",
+    "launch: which address listens",
+)
+NODES_MET = Attribute(
+    f"{_ELASTIC}rendezvous.dynamic_rendezvous:DynamicRendezvousHandler",
+    "_state_holder",
+    "launch: how often nodes have met",
+)
 
 # -- DTensor and device meshes ---------------------------------------------------------------------------------
 
@@ -170,7 +228,9 @@ strided_shard = Private(
     "torch.distributed.tensor.placement_types", "_StridedShard", "fully_shard beside tensor_parallel"
 )
 block_of = Private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "checkpoints of shards")
-propagator = Private("torch.distributed.tensor._sharding_prop", "ShardingPropagator", "a rehearsal")
+propagate = Private(
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator", "_propagate_tensor_meta_non_cached", "a rehearsal"
+)
 CLEAR_PROPAGATION = tuple(
     Private("torch.distributed.tensor.debug", name, "the end of a context", since)
     for name, since in (("_clear_sharding_prop_cache", "2.13"), ("_clear_python_sharding_prop_cache", "2.10"))
@@ -186,10 +246,16 @@ _LOADER = "torch.utils.data.dataloader"
 base_iterator = Private(_LOADER, "_BaseDataLoaderIter", "shard_data")
 single_iterator = Private(_LOADER, "_SingleProcessDataLoaderIter", "shard_data")
 worker_iterator = Private(_LOADER, "_MultiProcessingDataLoaderIter", "shard_data")
-LENGTH_CALLED = Attribute(f"{_LOADER}:DataLoader", "_IterableDataset_len_called", "shard_data")
+LOADER_ITERATES = Attribute(f"{_LOADER}:DataLoader", "_get_iterator", "shard_data")
+LOADER_ITERATOR = Attribute(f"{_LOADER}:DataLoader", "_iterator", "shard_data: workers that stay")
+LENGTH_CALLED = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_IterableDataset_len_called", "shard_data")
 SAMPLER_ITERATOR = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_sampler_iter", "shard_data")
+RESET = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_reset", "shard_data: workers that stay")
 NEXT_DATA = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_next_data", "shard_data")
-worker = Private("torch.utils.data", "_utils", "shard_data: which worker this is")
+NUM_YIELDED = Attribute(f"{_LOADER}:_BaseDataLoaderIter", "_num_yielded", "shard_data")
+try_get = Private(f"{_LOADER}:_MultiProcessingDataLoaderIter", "_try_get_data", "a rehearsal")
+worker_loop = Private("torch.utils.data._utils.worker", "_worker_loop", "a rehearsal")
+worker_info = Private("torch.utils.data._utils.worker", "_worker_info", "shard_data: what workers read is the same")
 
 # -- dispatch and fake tensors ---------------------------------------------------------------------------------
 
@@ -221,7 +287,22 @@ FOREACH_OPS = tuple(
     Private("torch:ops.aten", f"_foreach_{name}_", "zero_partition: gradients in pieces")
     for name in ("zero", "mul", "div")
 )
+unknown_value = Private("torch._subclasses.fake_tensor", "DataDependentOutputException", "a rehearsal")
+unknown_size = Private("torch._subclasses.fake_tensor", "DynamicOutputShapeException", "a rehearsal")
+current_device = Private("torch.utils._device", "CURRENT_DEVICE", "a rehearsal")
+parse_to = Private("torch._C._nn", "_parse_to", "a rehearsal: Module.to")
 schema = Attribute("torch._ops:OpOverload", "_schema", "probes; a rehearsal")
+wait = Private("torch:ops._c10d_functional", "wait_tensor", "a rehearsal beside a real run")
+FUNCTIONAL_MESSAGES = (  # one operation of each namespace
+    wait,
+    Private("torch:ops._c10d_functional_autograd", "all_gather_into_tensor", "a rehearsal"),
+    Private("torch:ops._dtensor", "shard_dim_alltoall", "a rehearsal"),
+)
+GATHER = Attribute("torch:ops.c10d", "_allgather_base_", "a rehearsal")
+REDUCE_SCATTER = Attribute("torch:ops.c10d", "_reduce_scatter_base_", "a rehearsal")
+CTC_LOSS = Attribute("torch:ops.aten", "_ctc_loss", "a rehearsal")
+PACK_SEQUENCE = Attribute("torch:ops.aten", "_pack_padded_sequence", "a rehearsal")
+grouped_mm = Private("torch:ops.aten", "_grouped_mm", "a rehearsal")
 
 # -- operations on many tensors --------------------------------------------------------------------------------
 

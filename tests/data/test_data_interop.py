@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import weft
+from weft.data import datasets_internals
 from weft.testing import fake
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
@@ -134,6 +135,12 @@ def test_a_dataset_of_hugging_face_is_split_and_stays_one():
     parts = [weft.data.split_between(data, fake(rank, 2), pad=True) for rank in range(2)]
     assert [part["x"][:] for part in parts] == [[0, 1, 2], [3, 4, 4]]
     assert all(isinstance(part, datasets.Dataset) for part in parts)
+
+
+def test_private_names_of_datasets_are_where_they_are_said_to_be():
+    pytest.importorskip("datasets")
+    names = (datasets_internals.stream, datasets_internals.STREAM_SPLIT, datasets_internals.STREAM_SOURCE)
+    assert all(one.exists for one in names)
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

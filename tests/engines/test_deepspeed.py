@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
+from tests.repository.test_torch_internals import names_in
+from weft.engines.deepspeed import deepspeed, internals
 from weft.tensors.elsewhere import empty_elsewhere
 from weft.testing import largest_difference, run_ranks
 
@@ -29,6 +31,12 @@ OPTIMIZERS = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.05, momentum=0.9),
 }
 WINDOWS = {1: [1] * 10, 3: [3, 3, 3, 2, 3, 3, 3, 3, 3, 1]}  # micro-batches per step, with ragged tails
+
+
+@pytest.mark.parametrize("name", names_in(internals).values(), ids=names_in(internals))
+def test_private_names_are_where_they_are_said_to_be(name):
+    deepspeed()
+    assert name.exists
 
 
 def _net():

@@ -68,6 +68,18 @@ def _agrees(found, tolerance=1e-5):
     assert found["executed"] == 20, "a graph per step, whatever the number of micro-batches"
 
 
+@on("names")
+def test_private_names_are_where_they_are_said_to_be():
+    code = """
+from weft.engines.xla import internals
+from weft.private_names import Private
+names = [one for one in vars(internals).values() if isinstance(one, Private)]
+print(len(names), [one for one in names if not one.exists])
+"""
+    done = _run(["-c", code])
+    assert done.stdout.split() == ["4", "[]"], done.stdout + done.stderr
+
+
 # -- one device ----------------------------------------------------------------------------------------
 
 

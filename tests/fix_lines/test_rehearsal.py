@@ -82,6 +82,23 @@ def test_programs(folder):
     assert callable(made["program"])
 
 
+def test_one_at_a_time(folder):
+    def nested(ctx):
+        with told("rehearsal/rehearse.py", "another rehearsal is running") as it:
+            weft.rehearse(training, 2)
+        lines.append(it)
+        with told("rehearsal/rehearse.py", "another rehearsal is running") as it:
+            rehearse("train.py")
+        lines.append(it)
+        return training(ctx)
+
+    lines = []
+    assert weft.rehearse(nested, 2)
+    for it in lines:
+        assert it.fix.endswith("when the other one has returned, or in another process")
+        it.run(program=training, ranks=2)
+
+
 def waits(sends):
     def program(ctx):
         number = torch.zeros(1, dtype=torch.int64)

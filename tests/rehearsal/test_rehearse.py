@@ -392,6 +392,34 @@ def test_bad_arguments_are_refused(arguments):
         weft.rehearse(sharded, **arguments)
 
 
+def test_a_second_rehearsal_at_the_same_time_is_refused():
+    def refused():
+        with pytest.raises(ContextError, match="another rehearsal is running in this process") as error:
+            weft.rehearse(lambda ctx: lambda: None, 2)
+        told.append(str(error.value))
+
+    def program(ctx):
+        refused()  # by the program itself
+        thread = threading.Thread(target=refused)
+        thread.start()
+        thread.join()
+        layer = nn.Linear(4, 4)
+        return lambda: layer(torch.ones(2, 4)).sum().backward()
+
+    told = []
+    assert len(weft.rehearse(program, 2, rank="all distinct")) == 1
+    assert len(told) == 4 and len(set(told)) == 1
+    assert all(part in told[0] for part in ("found:", "expected:", "fix:"))
+
+    def fails(ctx):
+        raise RuntimeError("of the program")
+
+    for _ in range(2):  # the first one does not stand in the way of the next
+        with pytest.raises(RuntimeError, match="of the program"):
+            weft.rehearse(fails, 2)
+    assert weft.rehearse(lambda ctx: lambda: None, 2).world_size == 2
+
+
 def test_a_mesh_that_does_not_fit_is_refused_as_in_a_real_run():
     with pytest.raises(ContextError, match="16"):
         weft.rehearse(sharded, 16, mesh={"data": 3, "shard": 5})

@@ -10,13 +10,25 @@ from weft import torch_internals
 from weft.private_names import Attribute, Private
 
 SOURCE = Path(__file__).parents[2] / "src" / "weft"
-TABLES = ("torch_internals.py", "engines/deepspeed/internals.py", "engines/xla/internals.py")
-NAMES = {
-    f"{key} {one!r}": one
-    for key, found in vars(torch_internals).items()
-    for one in (found if isinstance(found, tuple) else (found,))
-    if isinstance(one, (Private, Attribute))
-}
+TABLES = (
+    "torch_internals.py",
+    "data/datasets_internals.py",
+    "engines/deepspeed/internals.py",
+    "engines/xla/internals.py",
+)
+
+
+def names_in(table):
+    """What a table has, by texts for the ids of tests."""
+    return {
+        f"{key} {one!r}": one
+        for key, found in vars(table).items()
+        for one in (found if isinstance(found, tuple) else (found,))
+        if isinstance(one, (Private, Attribute))
+    }
+
+
+NAMES = names_in(torch_internals)
 # Of Python and of model classes of transformers, which are no insides of torch.
 OTHERS = {
     "_asdict",
@@ -25,6 +37,7 @@ OTHERS = {
     "_getframe",
     "_current_frames",
     "_exit",
+    "_option_string_actions",
     "_tp_plan",
     "_no_split_modules",
     "_keep_in_fp32_modules",
@@ -59,13 +72,14 @@ def private(path: Path) -> list[str]:
         if isinstance(n, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__slots__" for t in n.targets)
         for name in (ast.literal_eval(n.value) if not isinstance(n.value, ast.Name) else ())
     }
+    pieces = {id(part) for n in nodes if isinstance(n, ast.JoinedStr) for part in n.values}  # of texts, not names
     found = []
     for n in nodes:
         names = []
         if isinstance(n, ast.Attribute):
             names = [n.attr]
-        elif isinstance(n, ast.Constant) and isinstance(n.value, str) and n.value.isidentifier():
-            names = [n.value] if not n.value.startswith("_weft") else []
+        elif isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in pieces:
+            names = [n.value] if n.value.isidentifier() and not n.value.startswith("_weft") else []
         elif isinstance(n, ast.ImportFrom) and (n.module or "").startswith(("torch", "deepspeed")):
             names = [*(n.module or "").split("."), *(one.name for one in n.names)]
         elif isinstance(n, ast.Import):

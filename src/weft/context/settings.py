@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from weft import torch_internals
 from weft.engines.probes import PROBE_MODES, ProbeMode
 from weft.environments.joined import JOINED_VARIABLE
 from weft.errors import ContextError, listed
@@ -312,10 +313,11 @@ def check_same_settings(group: dist.ProcessGroup, settings: Settings) -> None:
 
 def timeout_of(group: dist.ProcessGroup) -> float | None:
     """Seconds after which a collective of `group` fails, if its backend has it."""
-    for device in group._device_types:
+    backend_of = torch_internals.BACKEND_OF.of(group)
+    for device in torch_internals.DEVICE_TYPES.of(group):
         try:
-            options = group._get_backend(device).options
+            options = backend_of(device).options
         except (RuntimeError, AttributeError):
             continue
-        return float(options._timeout.total_seconds())
+        return float(torch_internals.OPTIONS_TIMEOUT.of(options).total_seconds())
     return None

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft import torch_internals
 from weft.engines.torch_errors import is_communication_error, mixed_kinds_error
 from weft.environments.joined import forget_joined
 from weft.errors import ContextError, PeerError
@@ -80,7 +81,7 @@ def _new_group(world: World, sub: World, *, are_all: bool) -> dist.ProcessGroup 
     """
     default: Any = dist.group.WORLD
     bound = getattr(default, "bound_device_id", None)
-    source = None if bound is None else default._get_backend(bound)
+    source = None if bound is None else torch_internals.BACKEND_OF.of(default)(bound)
     splits = getattr(source, "supports_splitting", False) and hasattr(source, "perform_nocolor_split")
     alone = are_all or not splits or len(world.ranks) < dist.get_world_size()
     if alone and sub.rank < 0:
@@ -109,12 +110,12 @@ def _named(name: str) -> Iterator[None]:
     and where a group was destroyed, the next one would meet what that has left behind.
     """
     c10d: Any = dist.distributed_c10d
-    before = c10d._process_group_name
-    c10d._process_group_name = lambda *_, **__: name
+    before = torch_internals.GROUP_NAMER.of(c10d)
+    torch_internals.GROUP_NAMER.set(c10d, lambda *_, **__: name)
     try:
         yield
     finally:
-        c10d._process_group_name = before
+        torch_internals.GROUP_NAMER.set(c10d, before)
 
 
 def device_mesh(world: World, axes: tuple[tuple[str, int], ...], device_type: str) -> DeviceMesh | None:
@@ -313,4 +314,4 @@ def _hold(groups: Sequence[dist.ProcessGroup]) -> None:
 
 def _forget_aborted(group: dist.ProcessGroup | None) -> None:
     """As `destroy_process_group`, for a group that was aborted: waits for nothing."""
-    dist.distributed_c10d._abort_process_group(group)
+    torch_internals.abort_group(group)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft import torch_internals
 from weft.context import shutdown
 from weft.context.config import read_config
 from weft.context.distcontext import DistContext
@@ -507,7 +508,7 @@ def _adopted(
         _check_pretended(pretended, dict(mesh[0]))
         place = _place_among(pretended)
     elif world.size > 1:
-        board = Board(dist.distributed_c10d._get_default_store(), limit_s=timeout_s)
+        board = Board(torch_internals.default_store(), limit_s=timeout_s)
         board = board.below(f"weft/adopted/{ranks[0]}-{len(ranks)}")
         # Every adoption gets a board of its own; all members adopt in the same order.
         world.store = board.below(str(board.add(str(me), 1)))

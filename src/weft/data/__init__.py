@@ -5,6 +5,7 @@ split/             which rank reads which samples: the machinery of `shard_data`
 windows/           groups of micro-batches, one for each optimizer step: the machinery of `accumulate_grads`
 lock_step.py       ranks that have no sample left in the last step
 loader_copy.py     a loader with other settings
+datasets_internals.py  what is private of the `datasets` library
 worker_signals.py  workers end with their rank, not before it
 equal_cost.py      samples divided so that all ranks have equal costs
 collate.py         batches of samples of different lengths

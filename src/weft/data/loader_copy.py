@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from torch.autograd import _profiler_enabled as _is_profiled
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import (
-    _BaseDataLoaderIter,
-    _MultiProcessingDataLoaderIter,
-    _SingleProcessDataLoaderIter,
-)
 from torch.utils.data.distributed import DistributedSampler
 
+from weft import torch_internals
+from weft.data import datasets_internals
 from weft.data.worker_signals import workers_outlive_signals
 
 __all__ = [
@@ -77,8 +74,9 @@ class Extension(DataLoader[T]):
     """Base of what is put before the class of a loader; makes the result picklable."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {key: value for key, value in self.__dict__.items() if key not in ("_iterator", "_weft_marks")}
-        return _rebuild, (_chain(type(self)), {**state, "_iterator": None})
+        iterator = torch_internals.LOADER_ITERATOR.name
+        state = {key: value for key, value in self.__dict__.items() if key not in (iterator, "_weft_marks")}
+        return _rebuild, (_chain(type(self)), {**state, iterator: None})
 
 
 def extended_copy(loader: DataLoader[Any], addition: type[Extension[Any]], **attributes: Any) -> Any:
@@ -93,7 +91,8 @@ def extended_copy(loader: DataLoader[Any], addition: type[Extension[Any]], **att
         The copy, an instance of `addition` and of the class of `loader`.
     """
     new = copy.copy(loader)
-    new.__dict__.update(attributes, _iterator=None)
+    new.__dict__.update(attributes)
+    new.__dict__[torch_internals.LOADER_ITERATOR.name] = None
     new.__class__ = _extended(addition, type(loader))
     return new
 
@@ -133,8 +132,8 @@ def split_already(loader: Any) -> str | None:
     batch_sampler = getattr(loader, "batch_sampler", None)
     dataset = getattr(loader, "dataset", None)
     for source in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None), dataset):
-        config = getattr(source, "_distributed", None)  # datasets: split_dataset_by_node
-        if config is not None and source is dataset:
+        is_stream = source is dataset and datasets_internals.stream.holds(source)
+        if is_stream and datasets_internals.STREAM_SPLIT.of(source) is not None:
             return f"{type(source).__name__}, which split_dataset_by_node has split"
         names = vars(source) if hasattr(source, "__dict__") else {}
         if isinstance(source, DistributedSampler) or any(a in names and b in names for a, b in _SPLIT_BY):
@@ -147,7 +146,7 @@ def split_already(loader: Any) -> str | None:
 
 def is_torch_iterator(value: Any) -> bool:
     """Whether this is an iterator of torch over some loader."""
-    return isinstance(value, _BaseDataLoaderIter)
+    return torch_internals.base_iterator.holds(value)
 
 
 def torch_iterator(loader: DataLoader[Any], note: Callable[[Any], Any] | None = None) -> Any:
@@ -156,14 +155,16 @@ def torch_iterator(loader: DataLoader[Any], note: Callable[[Any], Any] | None = 
     It names its batches in a profile only while a profiler runs: torch opens a `record_function` around every
     batch, watched or not, which takes 2 to 5 us of CPU.
     """
+    torch_internals.RESET.check()
+    iterate = partial(torch_internals.LOADER_ITERATES.of(DataLoader), loader)
     if loader.num_workers:
         with workers_outlive_signals(loader) as begun:
-            iterator: Any = DataLoader._get_iterator(loader)
+            iterator: Any = iterate()
             begun(iterator)
     else:
-        iterator = DataLoader._get_iterator(loader)
-    if type(iterator) in _QUICK:
-        iterator.__class__ = _QUICK[type(iterator)]
+        iterator = iterate()
+    kinds = {torch_internals.single_iterator.found: _QuickSingle, torch_internals.worker_iterator.found: _QuickMulti}
+    iterator.__class__ = kinds.get(type(iterator), type(iterator))
     iterator.weft_note = note
     return iterator
 
@@ -174,30 +175,24 @@ class _Quick:
     weft_note: Callable[[Any], Any] | None = None
 
     def __next__(self: Any) -> Any:
-        if _is_profiled() or self._IterableDataset_len_called is not None:
+        if torch_internals.profiles() or torch_internals.LENGTH_CALLED.of(self) is not None:
             data = super().__next__()  # type: ignore[misc]
         else:
-            if self._sampler_iter is None:
+            if torch_internals.SAMPLER_ITERATOR.of(self) is None:
                 self._reset()
-            data = self._next_data()
-            self._num_yielded += 1
+            data = torch_internals.NEXT_DATA.of(self)()
+            torch_internals.NUM_YIELDED.set(self, torch_internals.NUM_YIELDED.of(self) + 1)
         return data if self.weft_note is None else self.weft_note(data)
 
     def _reset(self: Any, loader: Any, first_iter: bool = False) -> None:
         if self.weft_note is not None:
             self.weft_note = loader.weft_noting()
-        super()._reset(loader, first_iter)  # type: ignore[misc]
+        torch_internals.RESET.of(super())(loader, first_iter)
 
 
-class _QuickSingle(_Quick, _SingleProcessDataLoaderIter):
+class _QuickSingle(_Quick, torch_internals.single_iterator.base):  # type: ignore[misc, name-defined]
     pass
 
 
-class _QuickMulti(_Quick, _MultiProcessingDataLoaderIter):
+class _QuickMulti(_Quick, torch_internals.worker_iterator.base):  # type: ignore[misc, name-defined]
     pass
-
-
-_QUICK: dict[type[Any], type[Any]] = {
-    _SingleProcessDataLoaderIter: _QuickSingle,
-    _MultiProcessingDataLoaderIter: _QuickMulti,
-}

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from weft import torch_internals
 from weft.context import DistContext
 from weft.context.rank_facts import rank_groups
 from weft.engines.torch.hooks.every_optimizer import before_every_step
@@ -95,12 +96,12 @@ class LockStep:
 
     def _begun(self) -> tuple[int, int]:
         """How many collectives among ranks that see different data, and steps of optimizers, this rank has begun."""
-        known = len(dist.distributed_c10d._world.pg_map)
+        known = len(torch_internals.world.found.pg_map)
         if known != self._num_groups:
             peers = {self._ctx.ranks[rank] for rank in self._peers}
             groups: list[Any] = groups_among(self._ctx.world.root.ranks)
             meeting = [group for group in groups if len(peers.intersection(dist.get_process_group_ranks(group))) > 1]
-            self._counters = [group._get_sequence_number_for_group for group in meeting]
+            self._counters = [torch_internals.MESSAGES_BEGUN.of(group) for group in meeting]
             self._num_groups = known
         return sum(count() for count in self._counters), self._optimizer_steps[0]
 

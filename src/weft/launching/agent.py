@@ -17,12 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic import multiprocessing
-from torch.distributed.elastic.multiprocessing.api import (
-    MultiprocessContext,
-    RunProcsResult,
-    SignalException,
-    _terminate_process_handler,
-)
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
@@ -36,6 +31,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
 from torch.distributed.launcher.api import elastic_launch
 
+from weft import torch_internals
 from weft.environments import Topology
 from weft.errors import ContextError
 from weft.launching.failures import PREEMPTED_TEXT, Ending, earlier_tracebacks, first_failure
@@ -109,6 +105,8 @@ class _Ranks(MultiprocessContext):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for method in (torch_internals.POLL, torch_internals.CLOSE):
+            method.check()
         super().__init__(*args, **kwargs)
         self.left: dict[int, int] = {}
         self._signal_s: float | None = None
@@ -117,7 +115,7 @@ class _Ranks(MultiprocessContext):
         """Start them; from then on, a signal to this process ends them."""
         super().start()
         for each in signal.valid_signals():
-            if signal.getsignal(each) is _terminate_process_handler:
+            if signal.getsignal(each) is torch_internals.end_ranks.found:
                 signal.signal(each, self.on_signal)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -125,32 +123,33 @@ class _Ranks(MultiprocessContext):
         # torch's handler raises each time, also out of what is done about the first signal.
         if self._signal_s is None or number == signal.SIGINT:  # who presses Ctrl-C again is in a hurry
             self._signal_s = time.monotonic()
-            _terminate_process_handler(number, frame)
+            torch_internals.end_ranks(number, frame)
         elif time.monotonic() - self._signal_s > SAME_SIGNAL_S:
             self._send(number)
 
     def _poll(self) -> RunProcsResult | None:
         # torch waits for the return value of each, which such a rank never sends.
-        processes = [] if self._pc is None else self._pc.processes
+        context, values = torch_internals.PROCESSES.of(self), torch_internals.VALUES.of(self)
+        processes = [] if context is None else context.processes
         for local_rank, process in enumerate(processes):
             ended = process.exitcode == 0  # as the system has it; a value was sent before
-            if ended and local_rank not in self._return_values and self._ret_vals[local_rank].empty():
-                self._return_values[local_rank] = None
+            if ended and local_rank not in values and torch_internals.QUEUES.of(self)[local_rank].empty():
+                values[local_rank] = None
                 self.left[local_rank] = process.pid
         if any(process.exitcode for process in processes):
             self._wake()
-        return super()._poll()
+        return torch_internals.POLL.of(super())()  # type: ignore[no-any-return]
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         self._wake()
-        super()._close(death_sig, timeout)
+        torch_internals.CLOSE.of(super())(death_sig, timeout)
 
     def _wake(self) -> None:
         """All are about to be ended; one that is stopped would not see it, and be waited for."""
         self._send(signal.SIGCONT)
 
     def _send(self, number: int) -> None:
-        for pid in self.pids().values() if self._pc is not None else ():
+        for pid in self.pids().values() if torch_internals.PROCESSES.of(self) is not None else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -194,11 +193,12 @@ def _static_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
     meet = handler.next_rendezvous
 
     def next_rendezvous() -> RendezvousInfo:
-        if handler._store is None:
+        if torch_internals.RANKS_STORE.of(handler) is None:
             at, serves = (handler.master_addr, handler.master_port), handler.rank == 0
             if not serves:
                 store_of_launcher(*at, _READ_S)  # the other one waits for all nodes
-            handler._store = _store_at(*at, serves=serves, world_size=handler.world_size, timeout=handler.timeout)
+            limits = {"world_size": handler.world_size, "timeout": handler.timeout}
+            torch_internals.RANKS_STORE.set(handler, _store_at(*at, serves=serves, **limits))
         return meet()  # type: ignore[no-any-return]
 
     handler.next_rendezvous = next_rendezvous
@@ -215,12 +215,12 @@ def _rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
 
     def next_rendezvous() -> RendezvousInfo:
         found = meet()
-        (folder / ROUND).write_text(str(handler._state_holder.state.round), encoding="utf-8")
+        (folder / ROUND).write_text(str(torch_internals.NODES_MET.of(handler).state.round), encoding="utf-8")
         return found  # type: ignore[no-any-return]
 
     if not alone:
         handler.next_rendezvous = next_rendezvous
-    handler._create_tcp_store_server = partial(_store_at, serves=True)  # for the ranks
+    torch_internals.RANKS_SERVE.set(handler, partial(_store_at, serves=True))  # for the ranks
     # torch compares it with what was asked for.
     handler.get_backend = lambda: _BACKEND
     return handler  # type: ignore[no-any-return]

@@ -11,11 +11,13 @@ import importlib
 import signal
 import sys
 
-import torch._dynamo
+import torch
 
 import weft
 
 __all__ = ["torch", "weft"]
+
+torch.optim.SGD([torch.zeros(1)])  # imports it
 
 for module in weft.LATER:
     if module.startswith("transforms."):  # what nearly every program uses

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from weft import torch_internals
+
 __all__ = ["abort_groups", "connections", "cut", "groups_among", "listening_ports"]
 
 _ABORT_LIMIT_S = 3.0
@@ -55,7 +57,7 @@ def cut(which: Callable[[int, int], bool]) -> None:
 
 def groups_among(ranks: Sequence[int]) -> list[dist.ProcessGroup]:
     """The groups of this process that have no other members than these ranks, whoever made them."""
-    known: list[dist.ProcessGroup] = list(dist.distributed_c10d._world.pg_map)
+    known: list[dist.ProcessGroup] = list(torch_internals.world.found.pg_map)
     return [group for group in known if set(dist.get_process_group_ranks(group)) <= set(ranks)]
 
 

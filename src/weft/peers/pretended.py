@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.futures import Future
-from torch.utils._python_dispatch import _disable_current_modes
 
+from weft import torch_internals
 from weft.errors import ContextError
 from weft.tensors.nested import map_tensors
 
@@ -91,6 +89,13 @@ class PretendedGroup(_Group):  # type: ignore[misc]
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, per_node: int, note: Note, mail: Mail) -> None:
+        for method in (
+            torch_internals.NAME_GROUP,
+            torch_internals.MESSAGES_BEGUN,
+            torch_internals.GATHER_ON_GROUP,
+            torch_internals.REDUCE_ON_GROUP,
+        ):
+            method.check()
         super().__init__(rank, len(ranks))
         self.ranks = tuple(ranks)
         self.per_node = per_node
@@ -114,7 +119,7 @@ class PretendedGroup(_Group):  # type: ignore[misc]
         return BACKEND
 
     def _set_group_name(self, name: str) -> None:
-        super()._set_group_name(name)
+        torch_internals.NAME_GROUP.of(super())(name)
         self._name = name
 
     def _get_sequence_number_for_group(self) -> int:
@@ -247,7 +252,7 @@ class PretendedGroup(_Group):  # type: ignore[misc]
         self._note(kind, self, _bytes(counted))
         future: Any = Future()  # the reducer of torch wants one that has a value
         future.set_result(list(result))
-        work: dist.Work = _create_work_from_future(future)
+        work: dist.Work = torch_internals.work_of(future)
         return work
 
 
@@ -273,14 +278,14 @@ def _bytes(tensors: Any) -> int:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    return not isinstance(tensor, FakeTensor)
+    return not torch_internals.fake_tensor.holds(tensor)
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor for another simulation: its values, or its shape."""
     if not _has_values(tensor):
         return tensor.detach().to("meta")
-    with _disable_current_modes():
+    with torch_internals.without_modes():
         return tensor.detach().clone()
 
 

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft import torch_internals
 from weft.errors import ContextError
 from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import connections, cut
@@ -273,7 +274,7 @@ class _Lane:
             timeout_s: How long one operation may take.
             is_hopeless: Whether it is known that one cannot succeed.
         """
-        group._set_default_timeout(timedelta(seconds=timeout_s))
+        torch_internals.SET_TIMEOUT.of(group)(timedelta(seconds=timeout_s))
         self._group: Any = group
         self._connections = connections
         self._timeout_s, self._is_hopeless = timeout_s, is_hopeless

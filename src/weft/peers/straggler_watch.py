@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from weft import torch_internals
 from weft.errors import ContextError, PeerError
 from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import abort_groups, cut, groups_among, listening_ports
@@ -336,7 +337,7 @@ def _collective() -> str:
 
 def _is_in_backward() -> bool:
     """Whether the main thread is inside of autograd's engine, and in no hook."""
-    return next((frame.f_code.co_name for _, frame in _calls()), "") == "_engine_run_backward"
+    return next((frame.f_code.co_name for _, frame in _calls()), "") == torch_internals.RUN_BACKWARD.name
 
 
 def _clock_of_main_thread() -> int | None:

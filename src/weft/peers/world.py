@@ -33,6 +33,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft import torch_internals
 from weft.peers.board import Board
 from weft.peers.pretended import PretendedGroup
 
@@ -193,7 +194,7 @@ class World:
 
     def sent(self) -> int:
         """How many collectives and messages to one rank this one has begun."""
-        return sum(group._get_sequence_number_for_group() for _, group in self._groups())
+        return sum(torch_internals.MESSAGES_BEGUN.of(group)() for _, group in self._groups())
 
     @contextlib.contextmanager
     def between_pairs(self) -> Iterator[None]:
@@ -218,4 +219,4 @@ class World:
 
     def _begun(self, group: Any) -> int:
         """How many collectives this rank has begun on its group."""
-        return int(group._get_sequence_number_for_group()) - self.uncounted if self.frozen is None else self.frozen
+        return int(torch_internals.MESSAGES_BEGUN.of(group)()) - self.uncounted if self.frozen is None else self.frozen

@@ -6,13 +6,14 @@ import contextlib
 import os
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, overload
 
 import torch
-from torch.utils import _device
 
+from weft import torch_internals
 from weft.context import DistContext, adopt
 from weft.context.settings import mesh_axes
 from weft.engines.torch.hooks.every_optimizer import take_off_unless_used
@@ -27,7 +28,7 @@ from weft.rehearsal.simulation.pretended_tensors import Assumed, Simulation, wit
 from weft.rehearsal.simulation.pretended_world import pretended_world
 from weft.rehearsal.simulation.shortcuts import shortcuts
 
-__all__ = ["Program", "observe_steps", "rehearse", "simulated"]
+__all__ = ["Program", "alone", "observe_steps", "rehearse", "simulated"]
 
 R = TypeVar("R")
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -35,11 +36,12 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_rng_state, torch.set_rng_state),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
-    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (os.getcwd, os.chdir),
 )
+_running = threading.Lock()
 Program = Callable[[DistContext], Callable[[], object]]
 
 
@@ -92,7 +94,8 @@ def rehearse(
     and would be changed by the transforms.
 
     Changes: nothing that lasts. Meanwhile the default process group is a pretended one, also inside a job that has
-    another. Collectives: none.
+    another, and functions of torch are replaced for the whole process: other threads must not use torch, and a second
+    rehearsal is refused. Collectives: none.
 
     Args:
         program: Takes a context, builds model, optimizer and so on, and returns a function that makes one step.
@@ -111,7 +114,8 @@ def rehearse(
 
     Raises:
         ValueError: There is no such rank, or no step.
-        ContextError: The mesh does not fit; or the program reads a number that is not known, at the line in the text.
+        ContextError: The mesh does not fit; or the program reads a number that is not known, at the line in the text;
+            or another rehearsal is running in this process.
         BaseException: Whatever the program raises; a note has the line and the rank.
 
     Example:
@@ -145,7 +149,28 @@ def rehearse(
     def of(rank: int) -> Rehearsal:
         return simulated(name, run, ranks, mail, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
 
-    return distinct_ranks(of) if rank == "all distinct" else of(rank)
+    with alone():
+        return distinct_ranks(of) if rank == "all distinct" else of(rank)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Around all ranks of a rehearsal: while it runs, no other one begins, in whatever thread.
+
+    Raises:
+        ContextError: One is running.
+    """
+    if not _running.acquire(blocking=False):
+        raise ContextError(
+            "rehearse: another rehearsal is running in this process",
+            found="a call inside the program of that one, or in another thread",
+            expected="one at a time: a rehearsal replaces functions of torch for the whole process",
+            fix="weft.rehearse(program, ranks)  # when the other one has returned, or in another process",
+        )
+    try:
+        yield
+    finally:
+        _running.release()
 
 
 def simulated(
@@ -263,9 +288,9 @@ def _left_as_it_was() -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy")
     drawn = [(numpy.random.get_state, numpy.random.set_state)] if numpy else []
     before = [(put, get()) for get, put in (*_SETTINGS, *drawn)]
-    environment, device = dict(os.environ), _device.CURRENT_DEVICE
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-    backends = dict(dynamo.cached_backends) if dynamo else {}
+    environment, device = dict(os.environ), getattr(*torch_internals.current_device.home)
+    backends: Any = torch_internals.backends.found if "torch._dynamo.eval_frame" in sys.modules else {}
+    known = set(backends)
     try:
         with warnings.catch_warnings(), torch.inference_mode(mode=False), torch.enable_grad():
             yield
@@ -273,10 +298,10 @@ def _left_as_it_was() -> Iterator[None]:
         take_off_unless_used()
         for put, value in before:
             put(value)
-        if device != _device.CURRENT_DEVICE:
+        if device != getattr(*torch_internals.current_device.home):
             torch.set_default_device(device)
-        for backend in dynamo.cached_backends.keys() - backends.keys() if dynamo else ():
-            del dynamo.cached_backends[backend]
+        for backend in backends.keys() - known:
+            del backends[backend]
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)

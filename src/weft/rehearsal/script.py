@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from weft.errors import ContextError
 from weft.peers.pretended import Mail
 from weft.rehearsal.messages import Links
-from weft.rehearsal.rehearse import simulated
+from weft.rehearsal.rehearse import alone, simulated
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.simulation.observe import Observed, observing
 from weft.rehearsal.simulation.pretended_tensors import Assumed, Simulation
@@ -49,7 +49,8 @@ def rehearse_script(
     optimizers, the one that stepped first counts. When `steps` of them are done, the script is left. Of a script that
     ends before it begins another one, the last step ends with that of the optimizer.
 
-    Changes: what the script changes, such as files that it writes. Collectives: none.
+    Changes: what the script changes, such as files that it writes; while it runs, functions of torch, for the whole
+    process. Collectives: none.
 
     Args:
         script: Its path.
@@ -63,7 +64,7 @@ def rehearse_script(
         mail: What other ranks of the same job sent when they were rehearsed; they need not run again.
 
     Raises:
-        ContextError: The script makes no step; or as `weft.rehearse`.
+        ContextError: The script makes no step; or as `weft.rehearse`, such as that another rehearsal is running.
         BaseException: What the script raises.
     """
 
@@ -88,7 +89,8 @@ def rehearse_script(
 
     name = " ".join([str(script), *arguments])
     mail = Mail() if mail is None else mail
-    return simulated(name, run, ranks, mail, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
+    with alone():
+        return simulated(name, run, ranks, mail, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from weft import torch_internals
 from weft.collectives import reduce
 from weft.context import DistContext, local
 from weft.context.placement import to_device
@@ -305,7 +306,8 @@ def _check_failure(ctx: DistContext, row: Row) -> tuple[str, int, float, list[st
 
 
 def _count_hooks(module: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+    hooks = (torch_internals.FORWARD_HOOKS, torch_internals.FORWARD_PRE_HOOKS)
+    return sum(len(kind.of(m)) for m in module.modules() for kind in hooks)
 
 
 def _sync_plainly(parts: Parts, ctx: DistContext) -> DistContext:

@@ -29,7 +29,6 @@ def main(fd: int) -> None:
     """Fork ranks on request until the test process is gone."""
     control = socket.socket(fileno=fd)
     import torch  # noqa: PLC0415  (after the arguments are known to be right)
-    import torch._dynamo  # noqa: PLC0415, F401  (any optimizer imports it; here once for all ranks)
     import torch.distributed.fsdp  # noqa: PLC0415, F401
 
     for package in ("weft.checkpoint", "weft.monitoring", "weft.rehearsal.rehearse", "weft.transforms"):
@@ -40,6 +39,7 @@ def main(fd: int) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
+    torch.optim.SGD([torch.zeros(1)])  # any optimizer imports torch._dynamo; here once for all ranks
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # a collection in a rank need not look at what was imported here

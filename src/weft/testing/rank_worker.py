@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from weft import torch_internals
 from weft.context import DistContext, adopt, local
 from weft.peers.gloo_connections import connections
 from weft.testing.fake import fake
@@ -143,7 +144,7 @@ def _reset() -> None:
 
 def _is_clean(size: int) -> bool:
     """Whether another job can run here: the group is as it was made, and nothing runs in the background."""
-    groups = len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
+    groups = len(torch_internals.world.found.pg_map) if dist.is_initialized() else 0
     ours = [thread for thread in threading.enumerate() if not thread.name.startswith("Dummy-")]  # not of a device
     return groups == (size > 1) and len(ours) == 1
 
@@ -151,7 +152,7 @@ def _is_clean(size: int) -> bool:
 def _num_begun() -> int:
     """How many collectives this rank has begun on the group; one that is ahead of the others still waits for them."""
     group: Any = dist.group.WORLD
-    return 0 if group is None else int(group._get_sequence_number_for_group())
+    return 0 if group is None else int(torch_internals.MESSAGES_BEGUN.of(group)())
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from weft import torch_internals
 from weft.checks import check_choice
 from weft.context import DistContext
 from weft.data.loader_copy import is_torch_iterator, length_of, split_already
@@ -54,7 +55,8 @@ def by_epochs(loader: DataLoader[Any]) -> DataLoader[Any]:
     Raises:
         ValueError: It keeps an iterator, and what an epoch is cannot be told.
     """
-    kept = [name for name, value in vars(loader).items() if name != "_iterator" and is_torch_iterator(value)]
+    torchs = torch_internals.LOADER_ITERATOR.name
+    kept = [name for name, value in vars(loader).items() if name != torchs and is_torch_iterator(value)]
     if not kept:
         return loader
     new = copy.copy(loader)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
+from weft import torch_internals
 from weft.context import DistContext
 from weft.data.loader_copy import Extension, Size, extended_copy, is_torch_iterator, torch_iterator
 from weft.data.lock_step import LockStep, lock_step
@@ -247,7 +248,8 @@ class ShardedLoader(Extension[T]):
             indices.iteration += 1
         if _has_own_state(type(self)):
             return iter(DataLoader.__iter__(self))  # its `__iter__` belongs to its `state_dict`, which is ours
-        kept = [key for key, value in self.__dict__.items() if key != "_iterator" and _is_iterator(value)]
+        torchs = torch_internals.LOADER_ITERATOR.name
+        kept = [key for key, value in self.__dict__.items() if key != torchs and _is_iterator(value)]
         if kept := [*kept, *self.__dict__.pop("weft_kept", ())]:  # a class that keeps its iterator for all epochs
             self.__dict__.update(dict.fromkeys(kept, DataLoader.__iter__(self)))
         found: Any = super().__iter__()
@@ -350,7 +352,7 @@ class ShardedLoader(Extension[T]):
         reading, ctx = self.weft_reading, self.weft_ctx
         reading.plan = reading.plan._replace(rank=index * ctx.data_size + ctx.data_rank, size=count * ctx.data_size)
         reading.readers = (reading.plan,)
-        self.__dict__["_iterator"] = None  # workers that stay have the plan of before
+        self.__dict__[torch_internals.LOADER_ITERATOR.name] = None  # workers that stay have the plan of before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position saved at any world size; the next iteration resumes there.
@@ -366,7 +368,7 @@ class ShardedLoader(Extension[T]):
         read = tuple(state["read"]) if "read" in state else None
         reading.marks.append(Mark(now.todo[0].epoch, now.todo[0].start, copy.deepcopy(state.get("source")), read))
         if reading.stream is not None:
-            self.__dict__["_iterator"] = None  # workers that stay cannot be sent it
+            self.__dict__[torch_internals.LOADER_ITERATOR.name] = None  # workers that stay cannot be sent it
         self.weft_cursor.go_to(now.epoch, now.todo, now.whole)
         orders: dict[str, Any] = {name: value for name, value in state.items() if name in ("order", "sampler")}
         self.weft_cursor.orders = (now.epoch, (orders, {})) if reading.scattered else None

@@ -22,11 +22,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
-from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
+from weft import torch_internals
 from weft.context import DistContext
 from weft.contract import Stateful
+from weft.data import datasets_internals
 from weft.data.order.compare_order import compare_order
 from weft.data.order.epoch_order import generators_of
 from weft.data.order.sample_digest import ReadDigest, is_compared, next_looked_at
@@ -140,7 +141,7 @@ class StreamSteps(IterableDataset[Step]):
         return self.seekable and (self.total is not None or never_ends(self.dataset))
 
     def __iter__(self) -> Iterator[Step]:
-        worker = torch_worker.get_worker_info()
+        worker = get_worker_info()
         place, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         number, start = self.epoch.get()
         if worker is not None:
@@ -243,7 +244,8 @@ def has_state(dataset: Any) -> bool:
     if isinstance(dataset, SeekableStream) or not isinstance(dataset, Stateful):
         return False
     # A shuffle buffer of `datasets` is no part of its state: what is in it would be lost, so it is read again.
-    parts = [getattr(dataset, "_ex_iterable", None)]
+    is_stream = datasets_internals.stream.holds(dataset)
+    parts = [datasets_internals.STREAM_SOURCE.of(dataset)] if is_stream else []
     while parts:
         part = parts.pop()
         if "BufferShuffled" in type(part).__name__:
@@ -437,12 +439,12 @@ def _a_while_at_a_time(steps: Iterator[Step], seed: int) -> Iterator[Step]:
         torch.Generator().manual_seed(seed).get_state(),
     )
     failure: Exception | None = None
-    going = True
+    going, worker_info = True, torch_internals.worker_info.home
     while going and failure is None:
         ready: list[Step] = []
-        outside, info = RngState.capture(), torch_worker._worker_info
+        outside, info = RngState.capture(), get_worker_info()
         inside.apply()
-        torch_worker._worker_info = None  # a stream that asked which worker reads it would differ between workers
+        setattr(*worker_info, None)  # a stream that asked which worker reads it would differ between workers
         end = time.perf_counter() + _READ_AHEAD_S
         try:
             while going and time.perf_counter() < end:
@@ -454,7 +456,7 @@ def _a_while_at_a_time(steps: Iterator[Step], seed: int) -> Iterator[Step]:
         finally:
             inside = RngState.capture()
             outside.apply()
-            torch_worker._worker_info = info
+            setattr(*worker_info, info)
         yield from ready
     if failure is not None:
         raise failure

@@ -3,6 +3,7 @@
 A guest: it is looked up by name. `weft.interop.deepspeed_partition` checks arguments and lets the ranks agree first.
 
 library.py          DeepSpeed itself, and what it leaves in the process taken back
+internals.py        its names that are not public
 ds_config.py        its configuration, with what the pipeline owns filled in
 build.py            an engine around a module and an optimizer
 buffers.py          where its optimizers keep gradients, weights and state

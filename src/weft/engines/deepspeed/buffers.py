@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.engines.deepspeed import internals
+
 __all__ = ["Buffers", "BuffersOfStage3", "BuffersOfStages12", "Place"]
 
 
@@ -47,9 +49,9 @@ class _Buffers:
     def __init__(self, zero: Any) -> None:
         self._zero = zero
         self.places: dict[nn.Parameter, Place] = {}
-        for hook in zero._grad_acc_hooks:
+        for hook in internals.HOOKS.of(zero):
             hook.remove()
-        zero._grad_acc_hooks = []
+        internals.HOOKS.set(zero, [])
 
     def reduce(self, parameter: nn.Parameter) -> None:
         """Hand a gradient over, to be averaged and cut."""
@@ -79,8 +81,8 @@ class BuffersOfStages12(_Buffers):
                 count = max(min(offset + parameter.numel(), begin + size) - offset - start, 0)
                 self.places[parameter] = Place(group, max(offset - begin, 0), start, count)
             self._row.update({p: row for row, p in enumerate(zero.params_in_partition[group])})
-        parts = zero.parallel_partitioned_bit16_groups
-        flats = zero.single_partition_of_fp32_groups
+        parts = internals.PARTS.of(zero)
+        flats = internals.WEIGHTS.of(zero)
         self._shares = not zero.cpu_offload and all(
             flat.dtype == part[0].dtype for flat, part in zip(flats, parts, strict=True)
         )
@@ -88,25 +90,25 @@ class BuffersOfStages12(_Buffers):
             # One memory for the weights that are stepped on and those that are computed with.
             for group, flat in enumerate(flats):
                 flat.data = self._own_part(group)
-        zero._hp_optimizer_states_linked = True  # else the first step hangs views of the state on parameters
+        internals.IS_LINKED.set(zero, True)  # noqa: FBT003  (else the first step hangs views of the state on parameters)
 
     def _rank(self, group: int) -> int:
         return dist.get_rank(self._zero.real_dp_process_group[group])
 
     def _own_part(self, group: int) -> torch.Tensor:
-        part: torch.Tensor = self._zero.parallel_partitioned_bit16_groups[group][self._rank(group)]
+        part: torch.Tensor = internals.PARTS.of(self._zero)[group][self._rank(group)]
         return part.detach()
 
     def begin(self) -> None:
         """A backward pass begins."""
         zero = self._zero
         zero.set_gradient_accumulation_boundary(is_boundary=False)
-        zero.micro_step_id = 0  # `setup_buckets` counts on: 1, see [Note: always add]
+        internals.MICRO_STEP.set(zero, 0)  # `setup_buckets` counts on: 1, see [Note: always add]
         zero.setup_buckets()
 
     def _hand_over(self, parameter: nn.Parameter) -> None:
         if self._zero.use_grad_accum_attribute:
-            self._zero._fill_param_grad_accum_attribute(parameter)
+            internals.ACCUMULATE.of(self._zero)(parameter)
         self._zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self.places[parameter].group)
 
     def finish(self) -> None:
@@ -115,56 +117,59 @@ class BuffersOfStages12(_Buffers):
         self._forget_accumulated()
 
     def _forget_accumulated(self) -> None:
+        name = internals.ACCUMULATED.name
         for parameter in self.places:
-            parameter.grad_accum = None  # type: ignore[attr-defined]
+            setattr(parameter, name, None)
 
     def end(self) -> None:
         """A backward pass has ended."""
-        self._zero.ready_for_gradients = False
+        internals.IS_READY.set(self._zero, False)  # noqa: FBT003
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         """This rank's piece of an averaged gradient."""
         zero, (group, _, start, count) = self._zero, self.places[parameter]
         if not count:
             return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        if zero._use_compact_grad_partition_buffer(group):
+        if internals.IS_COMPACT.of(zero)(group):
             number = zero.get_param_id(parameter)
-            piece: torch.Tensor = zero._get_compact_grad_partition_slice(group, self._rank(group), number, count)
+            piece: torch.Tensor = internals.COMPACT_PIECE.of(zero)(group, self._rank(group), number, count)
             return piece
         if zero.cpu_offload:
-            whole = zero.accumulated_grads_in_cpu[zero.get_param_id(parameter)]
+            whole = internals.GRADIENTS_ON_CPU.of(zero)[zero.get_param_id(parameter)]
         else:
-            whole = zero.all_grad_tensors[group][self._row[parameter]]
+            whole = internals.GRADIENTS.of(zero)[group][self._row[parameter]]
         found: torch.Tensor = whole.view(-1)[start : start + count]
         return found
 
     def drop(self) -> None:
         """Forget all gradients."""
         zero = self._zero
-        zero.averaged_gradients.update(dict.fromkeys(zero.averaged_gradients))
-        zero.all_grad_tensors.clear()
+        averaged = internals.AVERAGED.of(zero)
+        averaged.update(dict.fromkeys(averaged))
+        internals.GRADIENTS.of(zero).clear()
         self._forget_accumulated()
         if zero.cpu_offload:
-            zero._offload_accumulated_param_ids = set()
+            internals.ON_CPU.set(zero, set())
             zero.reset_cpu_buffers()
-            for whole in zero.accumulated_grads_in_cpu.values():
+            for whole in internals.GRADIENTS_ON_CPU.of(zero).values():
                 whole.zero_()
 
     def reset(self) -> None:
         """Forget a backward pass that was torn."""
         zero = self._zero
-        for bucket in zero.ipg_buckets.values():
+        for bucket in internals.BUCKETS.of(zero).values():
             bucket.clear()
-        zero.extra_large_param_to_reduce.clear()
-        zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
-        zero._release_ipg_buffers()
+        internals.LARGE.of(zero).clear()
+        reduced = internals.REDUCED.of(zero)
+        reduced[:] = [False] * len(reduced)
+        internals.RELEASE_BUCKETS.of(zero)()
         self.drop()
 
     def before_step(self) -> None:
         """The engine's step is about to be called."""
         zero = self._zero
         for group, parameters in enumerate(zero.round_robin_bit16_groups):
-            flat = zero.bit16_groups_flat[group]
+            flat = internals.WHOLE.of(zero)[group]
             offsets = zero.round_robin_bit16_offsets[group]
             for parameter, offset in zip(parameters, offsets, strict=True):
                 if parameter.data_ptr() != flat.data_ptr() + offset * flat.element_size() and parameter.numel():
@@ -176,11 +181,11 @@ class BuffersOfStages12(_Buffers):
 
     def groups(self) -> int:
         """How many flat tensors there are."""
-        return len(self._zero.single_partition_of_fp32_groups)
+        return len(internals.WEIGHTS.of(self._zero))
 
     def opened(self, group: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """A flat tensor of weights, and the optimizer's state of it, in memory."""
-        flat: torch.Tensor = self._zero.single_partition_of_fp32_groups[group]
+        flat: torch.Tensor = internals.WEIGHTS.of(self._zero)[group]
         return flat.data, self._zero.optimizer.state[flat]
 
     def close(self, group: int, *, changed: bool) -> None:
@@ -190,7 +195,7 @@ class BuffersOfStages12(_Buffers):
         """The parameter was changed: step on the new values."""
         if not self._shares:
             group, at, _, count = self.places[parameter]
-            flat: torch.Tensor = self._zero.single_partition_of_fp32_groups[group]
+            flat: torch.Tensor = internals.WEIGHTS.of(self._zero)[group]
             flat.data[at : at + count].copy_(self._own_part(group)[at : at + count])
 
 
@@ -203,9 +208,9 @@ class BuffersOfStage3(_Buffers):
         at = 0
         for parameter in itertools.chain.from_iterable(zero.fp16_groups):
             group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
-            size = parameter.partition_numel()
-            start = min(size * zero._get_param_partition_rank(parameter), parameter.ds_numel)
-            count = min(size, parameter.ds_numel - start)
+            size, numel = parameter.partition_numel(), internals.NUMEL.of(parameter)
+            start = min(size * internals.RANK_OF.of(zero)(parameter), numel)
+            count = min(size, numel - start)
             self.places[parameter] = Place(group, offset, start, count)
             self._gradient_at[parameter] = at
             at += size
@@ -214,7 +219,7 @@ class BuffersOfStage3(_Buffers):
         """A backward pass begins."""
         zero = self._zero
         zero.set_gradient_accumulation_boundary(is_boundary=False)
-        zero.micro_step_id = 1  # see [Note: always add]
+        internals.MICRO_STEP.set(zero, 1)  # see [Note: always add]
         zero.backward_prologue()
 
     def _hand_over(self, parameter: nn.Parameter) -> None:
@@ -227,22 +232,23 @@ class BuffersOfStage3(_Buffers):
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         """This rank's piece of an averaged gradient."""
         at = self._gradient_at[parameter]
-        found: torch.Tensor = self._zero.grad_partitions_flat_buffer[at : at + self.places[parameter].number]
+        found: torch.Tensor = internals.FLAT_GRADIENTS.of(self._zero)[at : at + self.places[parameter].number]
         return found
 
     def drop(self) -> None:
         """Forget all gradients."""
         zero = self._zero
-        zero.averaged_gradients = {}
-        zero._offload_boundary_param_ids = set()
-        zero.grad_partitions_flat_buffer.zero_()
+        internals.AVERAGED.set(zero, {})
+        internals.AT_BOUNDARY.set(zero, set())
+        internals.FLAT_GRADIENTS.of(zero).zero_()
 
     def reset(self) -> None:
         """Forget a backward pass that was torn."""
         zero = self._zero
-        for bucket in zero.ipg_buckets.values():
+        for bucket in internals.BUCKETS.of(zero).values():
             bucket.clear_params()
-        zero.params_already_reduced.update(dict.fromkeys(zero.params_already_reduced, False))
+        reduced = internals.REDUCED.of(zero)
+        reduced.update(dict.fromkeys(reduced, False))
         self.drop()
 
     def before_step(self) -> None:
@@ -256,42 +262,42 @@ class BuffersOfStage3(_Buffers):
         offsets: dict[int, list[int]] = {}
         for parameter, at in self._gradient_at.items():
             mine: Any = parameter
-            whole = zero.grad_partitions_flat_buffer[at : at + mine.partition_numel()]
-            zero._offload_grad_partition_at_boundary(parameter, whole, gradients, offsets)
+            whole = internals.FLAT_GRADIENTS.of(zero)[at : at + mine.partition_numel()]
+            internals.OFFLOAD.of(zero)(parameter, whole, gradients, offsets)
         for group, found in gradients.items():
-            key = zero.optimizer_swapper.parameter_id(zero.fp32_partitioned_groups_flat[group])
-            info = zero.optimizer_swapper.swap_params_info[key]
+            swapper = internals.SWAPPER.of(zero)
+            info = swapper.swap_params_info[swapper.parameter_id(internals.FLAT_WEIGHTS.of(zero)[group])]
             info.unswapped_gradients.update(zip(offsets[group], found, strict=True))
-        zero._offload_boundary_param_ids = set()  # nothing is left for the engine to do
+        internals.AT_BOUNDARY.set(zero, set())  # nothing is left for the engine to do
 
     def groups(self) -> int:
         """How many flat tensors there are."""
-        return len(self._zero.fp32_partitioned_groups_flat)
+        return len(internals.FLAT_WEIGHTS.of(self._zero))
 
     def opened(self, group: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """A flat tensor of weights, and the optimizer's state of it, in memory."""
         zero = self._zero
-        if zero._swappable_optimizer_subgroup(group):
-            zero._optimizer_states_and_gradient_swap_in(group)
-        flat: torch.Tensor = zero.fp32_partitioned_groups_flat[group]
+        if internals.IS_SWAPPED.of(zero)(group):
+            internals.SWAP_IN.of(zero)(group)
+        flat: torch.Tensor = internals.FLAT_WEIGHTS.of(zero)[group]
         return flat.data, zero.optimizer.state[flat]
 
     def close(self, group: int, *, changed: bool) -> None:
         """Put them where they belong."""
         zero = self._zero
-        if not zero._swappable_optimizer_subgroup(group):
+        if not internals.IS_SWAPPED.of(zero)(group):
             return
         if changed:
-            zero._optimizer_states_and_gradient_swap_out(group)
+            internals.SWAP_OUT.of(zero)(group)
         else:
-            zero._release_swap_buffers(group)
+            internals.RELEASE_SWAPPED.of(zero)(group)
 
     def take_weights(self, parameter: nn.Parameter) -> None:
         """The parameter was changed: step on the new values."""
         group, at, _, count = self.places[parameter]
         flat, _ = self.opened(group)
         mine: Any = parameter
-        flat[at : at + count].copy_(mine.ds_tensor.data[:count])
+        flat[at : at + count].copy_(internals.PIECE.of(mine).data[:count])
         self.close(group, changed=True)
 
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft import torch_internals
+from weft.engines.deepspeed import internals
 from weft.engines.deepspeed.buffers import Buffers, BuffersOfStage3, BuffersOfStages12
 from weft.engines.deepspeed.library import Attributes, GroupView, deepspeed, quietly, without_broadcasts
 from weft.engines.deepspeed.parameters import Parameters
@@ -19,13 +21,6 @@ from weft.engines.deepspeed.partition import Partition, PartitionOptions
 from weft.errors import value_error
 
 __all__ = ["PartitionOptions", "check_config", "partition"]
-
-# What DeepSpeed hangs on parameters in stages 1 and 2 and does not need afterwards; a module with them could
-# be neither copied nor pickled.
-_HUNG_ON = (
-    "_hp_mapping", "_dp_group", "_zero_optimizer", "get_full_hp_param", "get_full_hp_grad", "set_full_hp_param",
-    "set_full_hp_grad", "load_hp_checkpoint_state",
-)  # fmt: skip
 
 
 def check_config(config: Mapping[str, Any], group: dist.ProcessGroup, local_rank: int) -> None:
@@ -68,19 +63,21 @@ def partition(
     with quietly(options.local_rank), without_broadcasts():
         engine, *_ = library.initialize(model=module, optimizer=inner, config=dict(options.config), mpu=view)
         # It keeps names of modules and parameters for its error texts, and with them the model.
-        importlib.import_module("deepspeed.utils.debug").debug_clear_module_and_param_names()
+        internals.forget_names()
     attributes.note()
     zero = engine.optimizer
     is_sharded = options.stage == 3
     gathering = library.zero.GatheredParameters if is_sharded else None
     buffers: Buffers = BuffersOfStage3(zero) if is_sharded else BuffersOfStages12(zero)
+    # Not needed in stages 1 and 2; a module with it could be neither copied nor pickled.
+    hung_on = set() if is_sharded else {each.name for each in internals.HUNG_ON}
     for parameter in module.parameters() if not is_sharded else ():
-        for name in set(_HUNG_ON) & set(vars(parameter)):
+        for name in hung_on & set(vars(parameter)):
             delattr(parameter, name)
     # Gradients are averaged in backward and not in its step, and around calls there are hooks of ours.
-    engine.enable_backward_allreduce = False
-    engine.module_forward_pre_hook.remove()
-    engine.module_forward_post_hook.remove()
+    internals.REDUCES_IN_BACKWARD.set(engine, False)  # noqa: FBT003
+    internals.BEFORE_FORWARD.of(engine).remove()
+    internals.AFTER_FORWARD.of(engine).remove()
     parameters = Parameters(module, buffers, view, mesh, gathering, attributes)
     return Partition(
         module,
@@ -100,10 +97,10 @@ def _make_real(module: nn.Module, view: GroupView, options: PartitionOptions) ->
     assert options.make_real is not None
     init = library.zero.Init(config_dict_or_path=dict(options.config), mpu=view, mem_efficient_linear=False)
     for part in reversed(list(module.modules())):  # inner ones first
-        cut = [p for p in part.parameters(recurse=False) if hasattr(p, "ds_id")]  # tied to one that was cut
+        cut = [p for p in part.parameters(recurse=False) if internals.ID.get(p) is not None]  # tied to one that was cut
         with library.zero.GatheredParameters(cut, enabled=bool(cut)):
             options.make_real(part)
-        init._convert_to_zero_parameters(list(part.parameters(recurse=False)))
+        internals.CUT_ALL.of(init)(list(part.parameters(recurse=False)))
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, list[int]]:
@@ -112,13 +109,12 @@ def _twin(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, list
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's
     twin.__dict__.pop("_weft_marks", None)
-    for name, value in optimizer.__dict__.items():
-        if name.endswith("_hooks") and isinstance(value, OrderedDict):
-            twin.__dict__[name] = OrderedDict()
+    for hooks in torch_internals.OPTIMIZER_HOOKS:
+        hooks.set(twin, OrderedDict())
     twin.state = defaultdict(dict)
     groups, numbers = [], []
     for number, entry in enumerate(optimizer.param_groups):
-        trained = [p for p in entry["params"] if p.requires_grad and getattr(p, "ds_numel", p.numel())]
+        trained = [p for p in entry["params"] if p.requires_grad and internals.NUMEL.get(p, p.numel())]
         if trained:
             groups.append({**entry, "params": trained})
             numbers.append(number)

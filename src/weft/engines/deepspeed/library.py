@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
+from weft.engines.deepspeed import internals
 from weft.errors import ContextError, MissingExtra
 
 __all__ = [
@@ -60,8 +62,7 @@ def deepspeed() -> Any:
         why = "deepspeed 0.19: weft reaches into its optimizers, which change from version to version"
         raise _missing("does not know this version", f"deepspeed {library.__version__}", why)
     # It would be compiled, for minutes, when the first engine is made. Messages go through torch's groups as well.
-    operations = importlib.import_module("deepspeed.ops").__compatible_ops__
-    operations["deepspeed_shm_comm"] = False
+    internals.operations.found["deepspeed_shm_comm"] = False
     return library
 
 
@@ -109,8 +110,10 @@ def load_async_io() -> None:
     try:
         if not builder.is_compatible(verbose=False):
             _raise_no_async_io("the library libaio is missing")
-        flags = builder.cxx_args
-        builder.cxx_args = lambda: [*flags(), "-g0"]  # names for a debugger take a third of the time
+        flags = internals.COMPILER_FLAGS.of(builder)
+        internals.COMPILER_FLAGS.set(
+            builder, lambda: [*flags(), "-g0"]
+        )  # names for a debugger take a third of the time
         builder.load(verbose=False)
     except (OSError, RuntimeError) as error:
         _raise_no_async_io(f"{type(error).__name__}: {error}")
@@ -130,11 +133,10 @@ def _raise_no_async_io(why: str) -> NoReturn:
 @contextlib.contextmanager
 def quietly(local_rank: int) -> Iterator[None]:
     """Around the making of an engine: what that changes in the process is as before afterwards."""
-    groups: Any = importlib.import_module("deepspeed.utils.groups")
     logger = importlib.import_module("deepspeed.utils").logger
-    stack: list[Any] = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+    stack: list[Any] = internals.modules_running.found
     depth = len(stack)
-    level, mpu, before = logger.level, groups.mpu, dict(os.environ)
+    level, mpu, before = logger.level, getattr(*internals.mpu.home), dict(os.environ)
     loaded: Any = torch.nn.functional
     linear = loaded.linear
     handlers = list(logging.getLogger().handlers)
@@ -146,7 +148,7 @@ def quietly(local_rank: int) -> Iterator[None]:
         _put_back(before)
         del stack[depth:]
         logger.setLevel(level)
-        groups.mpu = mpu
+        setattr(*internals.mpu.home, mpu)
         loaded.linear = linear
         logging.getLogger().handlers[:] = handlers
 
@@ -157,22 +159,23 @@ def without_broadcasts() -> Iterator[None]:
 
     DeepSpeed's own broadcasts cannot send a parameter that is a single number.
     """
-    engine: Any = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
-    init: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init
-    kept = engine._broadcast_model, init._zero_init_param
+    places = internals.broadcast.home, internals.cut.home
+    kept = [getattr(*place) for place in places]
 
     def nothing(self: object) -> None:
         """Instead of a broadcast of all parameters."""
 
     def cut(self: Any, parameter: Any) -> None:
-        self._convert_to_deepspeed_param(parameter)
+        internals.CONVERT.of(self)(parameter)
         parameter.partition()
 
-    engine._broadcast_model, init._zero_init_param = nothing, cut
+    for place, function in zip(places, (nothing, cut), strict=True):
+        setattr(*place, function)
     try:
         yield
     finally:
-        engine._broadcast_model, init._zero_init_param = kept
+        for place, function in zip(places, kept, strict=True):
+            setattr(*place, function)
 
 
 @contextlib.contextmanager
@@ -182,7 +185,7 @@ def lent(module: nn.Module | None, local_rank: int) -> Iterator[None]:
     `LOCAL_RANK` in the environment, and the module at the bottom of a stack that it keeps for the process. What a
     forward pass that raised has left there is taken away, too.
     """
-    stack: list[Any] = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+    stack: list[Any] = internals.modules_running.found
     depth, is_named = len(stack), "LOCAL_RANK" in os.environ
     stack.append(module)
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
@@ -215,7 +218,7 @@ class Attributes:
                 if name in names or name.startswith(("ds_", "applied_pre_backward")):
                     delattr(one, name)
             if isinstance(one, nn.Module):
-                one._parameters = dict(one._parameters)
+                torch_internals.PARAMETERS.set(one, dict(torch_internals.PARAMETERS.of(one)))
 
 
 class GroupView:

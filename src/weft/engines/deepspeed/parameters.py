@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from weft import torch_internals
+from weft.engines.deepspeed import internals
 from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.library import Attributes, GroupView
 from weft.tensors.dtensor import full_tensor
@@ -56,7 +57,7 @@ class Parameters:
         self._mesh = mesh
         self._gathering = gathering
         self._attributes = attributes
-        self._shapes = {p: torch.Size(getattr(p, "ds_shape", p.shape)) for p in self.names}
+        self._shapes = {p: torch.Size(internals.SHAPE.get(p, p.shape)) for p in self.names}
         self._device = next((p.device for p in self.names), torch.device("cpu"))
 
     def release(self) -> None:
@@ -92,7 +93,7 @@ class Parameters:
     def _rows(self, shape: torch.Size) -> slice:
         """Those that this rank shows."""
         assert self._mesh is not None
-        local, offsets = compute_local_shape_and_global_offset(shape, self._mesh, [Shard(0)])
+        local, offsets = torch_internals.block_of(shape, self._mesh, [Shard(0)])
         return slice(offsets[0], offsets[0] + local[0])
 
     def _sharded(self, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:

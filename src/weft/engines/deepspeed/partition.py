@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from weft import torch_internals
+from weft.engines.deepspeed import internals
 from weft.engines.deepspeed.backward import BackwardPasses
 from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.library import GroupView, lent
@@ -188,19 +190,19 @@ class Partition:
 
     def before(self, *unused: Any) -> None:
         """The module is about to be called."""
-        if torch._C._current_graph_task_id() != -1:
+        if torch_internals.graph_task_id() != -1:
             return  # computed again, inside backward
         self._passes.restart_if_torn()
         if self.stage == 3:
             self._lent.append(lent(self._module(), self._local_rank))
             self._lent[-1].__enter__()
-        self.engine._forward_prologue((), {})
+        internals.BEGIN_FORWARD.of(self.engine)((), {})
 
     def after(self, module: Any, args: Any, output: Any) -> None:
         """The module was called, or its call raised."""
-        if torch._C._current_graph_task_id() != -1:
+        if torch_internals.graph_task_id() != -1:
             return
-        self.engine._forward_epilogue()
+        internals.END_FORWARD.of(self.engine)()
         if self._lent:
             self._lent.pop().__exit__(None, None, None)
         if torch.is_grad_enabled():

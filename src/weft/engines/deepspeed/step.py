@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.deepspeed.backward import raise_unused
 from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.stand_ins import StandIns, is_local
@@ -43,7 +44,7 @@ class Step:
     def note_versions(self) -> None:
         """The weights that are stepped on are those of the module."""
         if self.watches:
-            self._versions = {p: p._version for p in self.names}
+            self._versions = {p: torch_internals.VERSION.of(p) for p in self.names}
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let DeepSpeed step, if there are gradients.
@@ -81,7 +82,7 @@ class Step:
             given = optimizer.param_groups[number]
             group.update({key: value for key, value in given.items() if key != "params"})  # type: ignore[attr-defined]
         for parameter, version in self._versions.items():
-            if parameter._version != version:
+            if torch_internals.VERSION.of(parameter) != version:
                 self.buffers.take_weights(parameter)
         for parameter in self.names:
             parameter.grad = None

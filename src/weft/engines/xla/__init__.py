@@ -1,6 +1,7 @@
 """torch-xla under a plain loop: one process per host, whose devices are one mesh (SPMD).
 
 library.py                torch-xla itself, if it is there and fits torch
+internals.py              its names that are not public
 devices.py                what an engine answers about devices
 device_layout.py          which device holds which part of a tensor
 device_transfer.py        modules, batches and values to the devices and back

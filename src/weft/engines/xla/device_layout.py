@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from weft.engines.xla import internals
 from weft.engines.xla.library import Library
 
 __all__ = ["Laid", "Plan", "batch_plan", "lay_state", "mark", "plans_of"]
@@ -104,10 +105,10 @@ def mark(lib: Library, mesh: Any, tensor: torch.Tensor, plan: Plan) -> None:
     layout = mesh.get_op_sharding(plan)
     values = tensor.detach()
     try:
-        lib.native._xla_mark_sharding(values, layout)
+        internals.mark_sharding(values, layout)
     except RuntimeError:  # it has another layout, which has to go first
-        lib.native._xla_clear_sharding(values)
-        lib.native._xla_mark_sharding(values, layout)
+        internals.clear_sharding(values)
+        internals.mark_sharding(values, layout)
 
 
 def batch_plan(shape: Sequence[int], axes: Sequence[str], num_devices: int) -> Plan:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from weft.engines.torch.optim.step_watch import optimizers_of
+from weft.engines.xla import internals
 from weft.engines.xla.device_layout import batch_plan
 from weft.engines.xla.library import Library
 from weft.errors import ContractError, listed
@@ -109,5 +110,5 @@ def prefetch(batches: Iterable[Any], move: Callable[[Any], Any], lib: Library) -
 def fetch(tensors: Mapping[str, torch.Tensor], lib: Library) -> dict[str, torch.Tensor]:
     """The values of tensors in the memory of the CPU, all in one go."""
     names = [name for name, tensor in tensors.items() if tensor.device.type == "xla"]
-    values = lib.native._xla_get_cpu_tensors([tensors[name].detach() for name in names]) if names else []
+    values = internals.to_cpu([tensors[name].detach() for name in names]) if names else []
     return {**tensors, **dict(zip(names, values, strict=True))}

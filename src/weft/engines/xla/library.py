@@ -13,6 +13,7 @@ import logging
 import sys
 from typing import Any, NamedTuple
 
+from weft.engines.xla import internals
 from weft.errors import ContextError, MissingExtra
 
 __all__ = ["Library", "check_processes", "check_versions", "library", "use_spmd"]
@@ -28,14 +29,12 @@ class Library(NamedTuple):
         model: `torch_xla.core.xla_model`.
         runtime: `torch_xla.runtime`.
         spmd: `torch_xla.distributed.spmd`.
-        native: What is written in C++.
     """
 
     torch_xla: Any
     model: Any
     runtime: Any
     spmd: Any
-    native: Any
 
 
 def library() -> Library:
@@ -55,8 +54,7 @@ def library() -> Library:
             logging.root.handlers[:] = handlers
     names = ("torch_xla", "torch_xla.core.xla_model", "torch_xla.runtime", "torch_xla.distributed.spmd")
     package, model, runtime, spmd = (importlib.import_module(name) for name in names)
-    native: Any = package._XLAC
-    return Library(package, model, runtime, spmd, native)
+    return Library(package, model, runtime, spmd)
 
 
 def check_versions() -> None:
@@ -111,7 +109,7 @@ def use_spmd(lib: Library) -> None:
     """
     if lib.runtime.is_spmd():
         return
-    if lib.native._xla_get_spmd_config_is_locked():
+    if internals.is_too_late():
         raise ContextError(
             'start: device = "xla" comes too late',
             found="a device of XLA is in use already",

@@ -32,7 +32,7 @@ def construct(draft: Draft, call: ast.Call) -> None:
     for name in ("split_batches", "dispatch_batches"):
         value = draft.setting(name)
         if value is not None and not isinstance(value, ast.Constant):
-            mode = name.removesuffix("_batches")
+            mode = name.partition("_")[0]
             draft.check(call, f'{name}: not a literal, so not taken over; weft.shard_data(loader, ctx, mode="{mode}")')
     for handler in draft.handlers():
         kind = draft.names.original(handler.func)

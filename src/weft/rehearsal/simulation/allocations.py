@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from weft import torch_internals
 from weft.rehearsal.memory import Holder, Memory, Moment
 from weft.rehearsal.simulation.lines import place
 
@@ -74,7 +74,7 @@ class Allocations:
         if tensor.device.type == "meta" or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = torch_internals.STORAGE_ADDRESS.of(storage), storage.nbytes()
         if key in self._numbers:
             self._resize(self._numbers[key], size)
             return
@@ -89,8 +89,9 @@ class Allocations:
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage may have another size now."""
-        if storage._cdata in self._numbers:
-            self._resize(self._numbers[storage._cdata], storage.nbytes())
+        key = torch_internals.STORAGE_ADDRESS.of(storage)
+        if key in self._numbers:
+            self._resize(self._numbers[key], storage.nbytes())
 
     def _resize(self, number: int, size: int) -> None:
         if self._sizes[number] != size:
@@ -107,13 +108,14 @@ class Allocations:
 
     def look_at_modules(self) -> None:
         """Find out which storages hold parameters, their gradients and buffers of living modules."""
+        parameters, buffers = torch_internals.PARAMETERS.name, torch_internals.BUFFERS.name
         for module in (each for each in gc.get_objects() if issubclass(type(each), nn.Module)):
             members = module.__dict__
-            for p in (each for each in members.get("_parameters", {}).values() if each is not None):
+            for p in (each for each in members.get(parameters, {}).values() if each is not None):
                 # What a strategy has gathered is a parameter of the module, too, while it is.
-                self._name("parameters", p, but_for="gathered" if type(p) in _PLAIN else None)
+                self._name("parameters", p, but_for="gathered" if _is_plain(p) else None)
                 self._name("gradients", p.grad)
-            for buffer in members.get("_buffers", {}).values():
+            for buffer in members.get(buffers, {}).values():
                 self._name("buffers", buffer)
 
     def look_at_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -131,7 +133,7 @@ class Allocations:
 
     def _name(self, kind: str, tensor: Any, *, but_for: str | None = None) -> None:
         for part in plain_parts(tensor) if isinstance(tensor, torch.Tensor) else ():
-            number = self._numbers.get(part.untyped_storage()._cdata)
+            number = self._numbers.get(torch_internals.STORAGE_ADDRESS.of(part.untyped_storage()))
             if number is None or self._kinds[number] == but_for:
                 continue
             if _ORDER.index(kind) > _ORDER.index(self._kinds[number]):
@@ -174,9 +176,6 @@ class Allocations:
         return Memory(**kinds, where=line or None, holders=largest)
 
 
-_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-
-
 class _Live:
     """The storages that live at some time."""
 
@@ -190,9 +189,13 @@ class _Live:
             self.sizes[event.number] = event.bytes
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter, torch_internals.fake_tensor.found)
+
+
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors that a tensor of another class, such as a DTensor, is made of; else itself."""
-    if type(tensor) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
+    if _is_plain(tensor) or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
     wrapper: Any = tensor

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from weft import torch_internals
+
 __all__ = ["autocast_alike", "placed_alike", "with_device_alike"]
 
 _HERE = torch.device("cpu")
-_PARSE: Any = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]  (of `Module.to`)
 _MOVES = (torch.Tensor.cuda, torch.Tensor.xpu)
 
 
@@ -33,7 +34,7 @@ def placed_alike(
     """A function and its arguments that leave tensors on the CPU where they would move them elsewhere."""
     if func in _MOVES:
         return torch.Tensor.to, (args[0], _HERE), {}
-    first = {torch.Tensor.to: 1, _PARSE: 0}.get(func)
+    first = {torch.Tensor.to: 1, torch_internals.parse_to.found: 0}.get(func)
     if first is not None and len(args) > first and isinstance(args[first], (str, int, torch.device)):
         args = (*args[:first], with_device_alike({"device": args[first]})["device"], *args[first + 1 :])
     return func, args, with_device_alike(kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
+from weft import torch_internals
 from weft.peers.pretended import PretendedGroup
 from weft.rehearsal.messages import Message, sent_bytes
 
-_c10d: Any = importlib.import_module("torch._C._distributed_c10d")
-
-__all__ = ["Traffic"]
+__all__ = ["Traffic", "functional_spaces"]
 
 # Operations of torch that are messages: what they are, and which argument is what all ranks have together.
 _REAL = {
@@ -27,10 +25,8 @@ _REAL = {
     "broadcast_": ("broadcast", 0),
     "reduce_": ("reduce", 0),
     "allgather_": ("all_gather", 0),
-    "_allgather_base_": ("all_gather", 0),
     "allgather_into_tensor_coalesced_": ("all_gather", 0),
     "reduce_scatter_": ("reduce_scatter", 1),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
     "alltoall_": ("all_to_all", 1),
     "alltoall_base_": ("all_to_all", 1),
@@ -53,7 +49,19 @@ _FUNCTIONAL = {
     "broadcast": "broadcast",
     "broadcast_": "broadcast",
 }
-_SPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+
+
+@functools.cache
+def _real() -> dict[str, tuple[str, int]]:
+    """`_REAL`, and those that torch does not name in public."""
+    gather, reduce_scatter = torch_internals.GATHER.name, torch_internals.REDUCE_SCATTER.name
+    return {**_REAL, gather: ("all_gather", 0), reduce_scatter: ("reduce_scatter", 1)}
+
+
+@functools.cache
+def functional_spaces() -> tuple[str, ...]:
+    """Where the operations of `_FUNCTIONAL` are."""
+    return tuple(each.found.default.namespace for each in torch_internals.FUNCTIONAL_MESSAGES)
 
 
 class Traffic:
@@ -91,18 +99,18 @@ class Traffic:
 
     def see(self, func: Any, args: Sequence[Any]) -> None:
         """An operation that may be a message. Pretended groups note theirs, but for those that never reach them."""
-        name = func._schema.name.partition("::")[2]
+        name = torch_internals.schema.of(func).name.partition("::")[2]
         if func.namespace == "c10d":
-            kind, place = _REAL.get(name, ("", 0))
-            groups = [each for each in args if isinstance(each, torch._C.ScriptObject)]
+            kind, place = _real().get(name, ("", 0))
+            groups = [each for each in args if isinstance(each, torch.ScriptObject)]
             for each in groups if kind else ():
                 with contextlib.suppress(RuntimeError, ValueError):  # an operation that is reduced by, not a group
                     self.note(kind, dist.ProcessGroup.unbox(each), _bytes(args[place]))
                     break
-        elif func.namespace in _SPACES and name in _FUNCTIONAL:
+        elif func.namespace in functional_spaces() and name in _FUNCTIONAL:
             group = next(each for each in reversed(args) if isinstance(each, str))
             whole = _bytes(args[0])
-            resolved = _c10d._resolve_process_group(group)
+            resolved = torch_internals.find_group(group)
             if _FUNCTIONAL[name] == "all_gather":
                 whole *= resolved.size()
             self.note(_FUNCTIONAL[name], resolved, whole)
@@ -151,4 +159,8 @@ def _axis(ranks: tuple[int, ...], axes: dict[str, int]) -> str:
 
 
 def _bytes(value: Any) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return sum(
+        leaf.numel() * leaf.element_size()
+        for leaf in torch_internals.tree.found.tree_leaves(value)
+        if isinstance(leaf, torch.Tensor)
+    )

@@ -10,20 +10,15 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
-from torch.utils.data._utils import worker
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from weft import torch_internals
 from weft.rehearsal.simulation.allocations import Allocations
-from weft.rehearsal.simulation.messages import Traffic
+from weft.rehearsal.simulation.messages import Traffic, functional_spaces
 
 __all__ = ["Observed", "Observer", "observing"]
 
 Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
-_MESSAGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
 class Observed:
@@ -60,21 +55,23 @@ class Observed:
         self.traffic.end_in_step()
 
 
-class Observer(TorchDispatchMode):
+class Observer(torch_internals.dispatch_mode.base):  # type: ignore[misc, name-defined]
     """Passes every operation to `call`, and notes what comes of it."""
 
     def __init__(self, found: Observed, call: Call) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._found = found
         self._call = call
+        self._fake, self._leaves = torch_internals.fake_tensor.found, torch_internals.tree.found.tree_leaves
+        self._messages = ("c10d", *functional_spaces())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind is not FakeTensor and hasattr(kind, "__tensor_flatten__") for kind in types):
+        if any(kind is not self._fake and hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # its parts come by themselves
-        if func.namespace in _MESSAGES:
+        if func.namespace in self._messages:
             self._found.traffic.see(func, args)
         out = self._call(func, args, kwargs or {})
-        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
+        for leaf in (out,) if isinstance(out, torch.Tensor) else self._leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._found.allocations.see(leaf)
         if func is torch.ops.aten.add_.Tensor and _is_accumulating():
@@ -84,27 +81,25 @@ class Observer(TorchDispatchMode):
 
 def _is_accumulating() -> bool:
     """Whether autograd adds to a gradient, which may be of parameters that a strategy has gathered."""
-    node: Any = torch._C._current_autograd_node()
+    node: Any = torch_internals.current_node()
     return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
 @contextlib.contextmanager
 def _shapes_unseen() -> Iterator[None]:
     """Let DTensor find out the shapes of results, of tensors in whole, without anybody looking."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: PLC0415  (half a second)
-
-    propagator: Any = ShardingPropagator
-    before = propagator._propagate_tensor_meta_non_cached
+    propagator, name = torch_internals.propagate.home  # imported here: it takes half a second
+    before = getattr(propagator, name)
 
     def propagate(self: Any, schema: Any) -> Any:
-        with _disable_current_modes():
+        with torch_internals.without_modes():
             return before(self, schema)
 
-    propagator._propagate_tensor_meta_non_cached = propagate
+    setattr(propagator, name, propagate)
     try:
         yield
     finally:
-        propagator._propagate_tensor_meta_non_cached = before
+        setattr(propagator, name, before)
 
 
 @contextlib.contextmanager
@@ -114,10 +109,10 @@ def _imports_unseen() -> Iterator[None]:
     execute = loader.exec_module  # of a base class
 
     def exec_module(self: Any, module: Any) -> None:
-        with _disable_current_modes():
+        with torch_internals.without_modes():
             execute(self, module)
 
-    with _disable_current_modes():
+    with torch_internals.without_modes():
         pass  # it imports modules itself
     loader.exec_module = exec_module
     try:
@@ -129,7 +124,7 @@ def _imports_unseen() -> Iterator[None]:
 @contextlib.contextmanager
 def _workers_unseen() -> Iterator[None]:
     """Let workers of loaders, which are copies of this process, make tensors as ever, and this one receive them."""
-    places: Any = (worker, "_worker_loop"), (_MultiProcessingDataLoaderIter, "_try_get_data")
+    places = torch_internals.worker_loop.home, torch_internals.try_get.home
     before = [(owner, name, getattr(owner, name)) for owner, name in places]
     for owner, name, function in before:
         setattr(owner, name, _unseen(function))
@@ -143,7 +138,7 @@ def _workers_unseen() -> Iterator[None]:
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # pickled by its name, if workers are spawned
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with torch_internals.without_modes(), torch_internals.without_functions():
             return function(*args, **kwargs)
 
     return call

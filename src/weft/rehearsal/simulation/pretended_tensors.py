@@ -28,18 +28,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from weft import torch_internals
 from weft.errors import ContextError
 from weft.rehearsal.simulation.devices import autocast_alike, placed_alike, with_device_alike
 from weft.rehearsal.simulation.lines import place
@@ -85,33 +77,37 @@ class Simulation:
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Do one operation."""
         kwargs = with_device_alike(kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not any(isinstance(each, FakeTensor) for each in tensors) and (
+        tensors = [
+            leaf for leaf in torch_internals.tree.found.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        ]
+        if not any(map(torch_internals.fake_tensor.holds, tensors)) and (
             func.is_view or (all(map(self.knows, tensors)) and self._has_values(func, args, kwargs, tensors))
         ):
-            with unset_fake_temporarily():
+            with torch_internals.without_fakes():
                 return func(*args, **kwargs)
         try:
-            out = _grouped(*args, **kwargs) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
-        except DataDependentOutputException:
-            kind = str(func._schema.returns[0].type)
+            is_grouped = func is torch_internals.grouped_mm.found.default
+            out = _grouped(*args, **kwargs) if is_grouped else func(*args, **kwargs)
+        except torch_internals.unknown_value.found:
+            kind = str(torch_internals.schema.of(func).returns[0].type)
             if kind not in ("bool", "number"):
                 raise  # of an operator of the program that says so itself
             return self.read(tensors[0], bool if kind == "bool" else None)
-        except DynamicOutputShapeException:
+        except torch_internals.unknown_size.found:
             return self._sized(func, args)
-        name = func._schema.name.partition("::")[2]
-        out = self._written(func, args, kwargs, out) if func._schema.is_mutable else out
+        schema = torch_internals.schema.of(func)
+        name = schema.name.partition("::")[2]
+        out = self._written(func, args, kwargs, out) if schema.is_mutable else out
         return self._chosen(func, out, args, kwargs) if name in _CHOOSING else out
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has values that can be read."""
-        return not isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata not in self._overwritten
+        return not torch_internals.fake_tensor.holds(tensor) and _address_of(tensor) not in self._overwritten
 
     def _has_values(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]
     ) -> bool:
-        name = func._schema.name.partition("::")[2]
+        name = torch_internals.schema.of(func).name.partition("::")[2]
         device, dtype = kwargs.get("device"), kwargs.get("dtype")
         if device is not None and torch.device(device).type == "meta":
             return True
@@ -139,10 +135,10 @@ class Simulation:
         targets = [
             value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        for tensor in tree_leaves(targets):
+        for tensor in torch_internals.tree.found.tree_leaves(targets):
             if isinstance(tensor, torch.Tensor) and self.knows(tensor):
-                storage = tensor.untyped_storage()
-                self._overwritten[storage._cdata] = weakref.ref(storage, partial(self._forget, storage._cdata))
+                key = _address_of(tensor)
+                self._overwritten[key] = weakref.ref(tensor.untyped_storage(), partial(self._forget, key))
         if isinstance(out, torch.Tensor):
             return targets[0]
         return type(out)(targets) if isinstance(out, tuple) and len(out) == len(targets) else out
@@ -152,7 +148,7 @@ class Simulation:
 
     def _sized(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What an operation returns whose size depends on values; see [Note: sizes]."""
-        name = func._schema.name.partition("::")[2]
+        name = torch_internals.schema.of(func).name.partition("::")[2]
         if name == "nonzero":
             return self._selected(func, args[0])
         if name == "masked_select":
@@ -163,15 +159,18 @@ class Simulation:
             pairs = zip(args[1], masks, strict=True)
             places = [self._selected(func, each).unbind(1) if is_mask else (each,) for each, is_mask in pairs]
             return func(args[0], list(itertools.chain.from_iterable(places)))
-        lengths = args[3] if name == "_ctc_loss" else args[1] if name == "_pack_padded_sequence" else None
-        if isinstance(lengths, torch.Tensor) and self.knows(lengths):
-            return _aligned(args[0], lengths) if name == "_ctc_loss" else _packed(args[0], lengths)
-        raise _unknown_size(func, tree_leaves(args)[0], self._choosing, can_be_assumed=False)
+        makes, at = {
+            torch_internals.CTC_LOSS.name: (_aligned, 3),
+            torch_internals.PACK_SEQUENCE.name: (_packed, 1),
+        }.get(name, (None, 0))
+        if makes is not None and isinstance(args[at], torch.Tensor) and self.knows(args[at]):
+            return makes(args[0], args[at])
+        raise _unknown_size(func, torch_internals.tree.found.tree_leaves(args)[0], self._choosing, can_be_assumed=False)
 
     def _selected(self, func: Any, mask: torch.Tensor) -> torch.Tensor:
         """The places [n, dims] where a mask is true."""
         if self.knows(mask):
-            with unset_fake_temporarily():
+            with torch_internals.without_fakes():
                 return mask.nonzero()
         line = place().line
         count = self._assume.get(line)
@@ -183,11 +182,10 @@ class Simulation:
     def _chosen(self, func: Any, out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What an operation returns whose indices are declared; see [Note: choices]."""
         given = {argument.name: value for argument, value in _given(func, args, kwargs)}
-        dim = given.get(
-            "dim", next((each.default_value for each in func._schema.arguments if each.name == "dim"), None)
-        )
+        arguments = torch_internals.schema.of(func).arguments
+        dim = given.get("dim", next((each.default_value for each in arguments if each.name == "dim"), None))
         *others, index = (out,) if isinstance(out, torch.Tensor) else out
-        if dim is None or not isinstance(index, FakeTensor) or index.numel() > _MOST:
+        if dim is None or not torch_internals.fake_tensor.holds(index) or index.numel() > _MOST:
             return out
         line, ways = place().line, given["self"].shape[dim]
         declared = next((self._assume[key] for key in (line, "choices") if key in self._assume), None)
@@ -195,7 +193,7 @@ class Simulation:
             self._choosing = line
             return out
         self.assumed[f"{line}: choices among {ways} are {declared}"] = None
-        with unset_fake_temporarily():
+        with torch_internals.without_fakes():
             numbers = torch.arange(index.numel())
             if index.dim() < given["self"].dim():
                 rows = numbers if declared == "balanced" else numbers * 0 + int(declared)
@@ -228,7 +226,7 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, offs: Any = None, *_: Any, **give
 
 def _packed(padded: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What `aten._pack_padded_sequence` returns: the steps of all sequences, and how many sequences have each step."""
-    with unset_fake_temporarily():
+    with torch_internals.without_fakes():
         batch_sizes = (lengths.unsqueeze(1) > torch.arange(int(lengths.max()))).sum(0)
         count = int(lengths.sum())
     return padded.new_empty(count, *padded.shape[2:]), batch_sizes
@@ -236,7 +234,7 @@ def _packed(padded: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, 
 
 def _aligned(log_probs: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What `aten._ctc_loss` returns: losses, and the probabilities of alignments, with blanks around each label."""
-    with unset_fake_temporarily():
+    with torch_internals.without_fakes():
         longest = int(lengths.max())
     steps, batch, _ = log_probs.shape
     return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * longest + 1)
@@ -245,17 +243,18 @@ def _aligned(log_probs: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tens
 class _Reads(TorchFunctionMode):
     """Functions that read memory, past all operations."""
 
-    def __init__(self, fake: FakeTensorMode, simulation: Simulation) -> None:
+    def __init__(self, fake: Any, simulation: Simulation) -> None:
         super().__init__()
         self._fake = fake
         self._simulation = simulation
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
-            leaves, spec = tree_flatten(args[0])
-            if any(isinstance(leaf, FakeTensor) for leaf in leaves):
-                known = [_like(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
-                shaped = torch.tensor(tree_unflatten(known, spec), *args[1:], **(kwargs or {}))
+            tree, is_fake = torch_internals.tree.found, torch_internals.fake_tensor.holds
+            leaves, spec = tree.tree_flatten(args[0])
+            if any(map(is_fake, leaves)):
+                known = [_like(leaf) if is_fake(leaf) else leaf for leaf in leaves]
+                shaped = torch.tensor(tree.tree_unflatten(known, spec), *args[1:], **(kwargs or {}))
                 return self._fake.from_tensor(shaped)
         if func in _READING and not self._simulation.knows(args[0]):
             return func(self.filled(args[0]), *args[1:], **(kwargs or {}))
@@ -265,7 +264,7 @@ class _Reads(TorchFunctionMode):
     def filled(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in which all numbers are the one that is read: there is one per rank in what some programs read."""
         number = self._simulation.read(tensor)
-        with _disable_current_modes():
+        with torch_internals.without_modes():
             return torch.full(tensor.shape, number, dtype=tensor.dtype)
 
 
@@ -282,9 +281,10 @@ def _padded(tensors: list[torch.Tensor]) -> Iterator[tuple[int, ...]]:
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     """The arguments of an operation, as its schema has them, and their values."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+    arguments = torch_internals.schema.of(func).arguments
+    for argument, value in zip(arguments, args, strict=False):
         yield argument, value
-    for argument in func._schema.arguments[len(args) :]:
+    for argument in arguments[len(args) :]:
         if argument.name in kwargs:
             yield argument, kwargs[argument.name]
 
@@ -315,7 +315,7 @@ def _no_values(problem: str, line: str = "", *, chosen: str | None = None, value
 @contextlib.contextmanager
 def without_memory(assume: Assumed) -> Iterator[Simulation]:
     """Let tensors have no memory inside."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = torch_internals.fake_mode(allow_non_fake_inputs=True)
     simulation = Simulation(assume)
     memo: weakref.WeakKeyDictionary[nn.Parameter, nn.Parameter] = weakref.WeakKeyDictionary()
 
@@ -328,11 +328,11 @@ def without_memory(assume: Assumed) -> Iterator[Simulation]:
             memo[parameter] = found
         return memo[parameter]
 
-    fake_class: Any = FakeTensor
+    fake_class: Any = torch_internals.fake_tensor.found
     fake_class.data_ptr, fake_class.__deepcopy__, fake_class.__reduce_ex__ = _address, _copied, _pickled
     reads = _Reads(fake, simulation)
     to_list, fake_class.tolist = fake_class.tolist, lambda each: reads.filled(each).tolist()
-    mode: Any = FakeTensorMode
+    mode: Any = torch_internals.fake_mode.found
     converter: Any = fake.fake_tensor_converter.meta_converter
     swap: Any = torch.utils.swap_tensors
 
@@ -359,7 +359,11 @@ def _address(tensor: torch.Tensor) -> int:
     """What `data_ptr` is good for: to see whether two tensors lie at the same place. Nothing can be read there."""
     if "-packages/safetensors/" in sys._getframe(1).f_code.co_filename:  # it would write what is there
         raise _unwritten(tensor)
-    return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size())
+    return int(_address_of(tensor) + tensor.storage_offset() * tensor.element_size())
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    return int(torch_internals.STORAGE_ADDRESS.of(tensor.untyped_storage()))
 
 
 def _pickled(tensor: torch.Tensor, _: int) -> Any:

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Backend
-from torch.utils._python_dispatch import _disable_current_modes
 
+from weft import torch_internals
 from weft.peers.pretended import BACKEND, Mail, Note, PretendedGroup
 from weft.tensors.dtensor import forget_groups
 
 __all__ = ["pretended_world"]
 
-_OF_GROUPS = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag")
 _BY_LAUNCHED = ("init_process_group", "destroy_process_group")  # of programs that do it themselves: it is done
 _FIRST_NAME = 10**9  # torch numbers its groups; a real one of the same name must not be lost
 
@@ -24,27 +23,31 @@ _FIRST_NAME = 10**9  # torch numbers its groups; a real one of the same name mus
 def pretended_world(size: int, rank: int, per_node: int, note: Note, mail: Mail) -> Iterator[PretendedGroup]:
     """Let torch.distributed see one rank of a pretended job; what there was is put back afterwards."""
     c10d: Any = dist.distributed_c10d
-    before = {name: getattr(c10d, name) for name in (*_OF_GROUPS, "_tags_to_pg")}
-    default, count = c10d._world.default_pg, c10d._world.group_count
-    for name in _OF_GROUPS:  # threads may ask for real groups meanwhile
-        setattr(c10d, name, dict(before[name]))
-    c10d._tags_to_pg = {}
-    c10d._world.group_count = _FIRST_NAME
+    names_of, tagged = torch_internals.GROUP_NAMES, torch_internals.TAGGED_GROUPS
+    before = {each: each.of(c10d) for each in (*torch_internals.GROUP_TABLES, tagged)}
+    world: Any = torch_internals.world.found
+    default, count = world.default_pg, world.group_count
+    for each in torch_internals.GROUP_TABLES:  # threads may ask for real groups meanwhile
+        each.set(c10d, dict(before[each]))
+    tagged.set(c10d, {})
+    world.group_count = _FIRST_NAME
 
     def create(options: Any, _: Any) -> PretendedGroup:
         return PretendedGroup(options.global_ranks_in_group, options.group_rank, per_node, note, mail)
 
     def to_tensor(*args: Any) -> Any:
-        with _disable_current_modes():
+        with torch_internals.without_modes():
             return pickled(*args)
 
-    pickled, c10d._object_to_tensor = c10d._object_to_tensor, to_tensor
+    sends, name_of_send = torch_internals.send_object.home
+    pickled = getattr(sends, name_of_send)
+    setattr(sends, name_of_send, to_tensor)
     torch_dist: Any = dist
     own = {name: getattr(dist, name) for name in _BY_LAUNCHED}
     for name in _BY_LAUNCHED:
         setattr(torch_dist, name, lambda *_, **__: None)
     mail.begin()
-    Backend._plugins[BACKEND.upper()] = Backend._BackendPlugin(create, True)  # noqa: FBT003
+    torch_internals.BACKENDS.of(Backend)[BACKEND.upper()] = torch_internals.backend(create, True)  # noqa: FBT003
     Backend.backend_list.append(BACKEND)
     Backend.backend_capability[BACKEND] = ["cpu"]
     Backend.backend_type_map[BACKEND] = dist.ProcessGroup.BackendType.CUSTOM
@@ -52,36 +55,37 @@ def pretended_world(size: int, rank: int, per_node: int, note: Note, mail: Mail)
         group = PretendedGroup(range(size), rank, per_node, note, mail)
         store = dist.HashStore()
         names: dict[int, int] = {each: each for each in range(size)}
-        c10d._update_default_pg(group)
+        torch_internals.use_group(group)
         _register(group, store, names)
         yield group
     finally:
-        for group_here, name in c10d._pg_names.items():
-            if group_here not in before["_pg_names"]:
-                c10d._unregister_process_group(name)
-        for name, value in before.items():
-            setattr(c10d, name, value)
-        c10d._object_to_tensor = pickled
+        for group_here, name in names_of.of(c10d).items():
+            if group_here not in before[names_of]:
+                torch_internals.forget_group(name)
+        for each, value in before.items():
+            each.set(c10d, value)
+        setattr(sends, name_of_send, pickled)
         for name, function in own.items():
             setattr(torch_dist, name, function)
-        c10d._world.group_count = count
-        c10d._update_default_pg(default)
+        world.group_count = count
+        torch_internals.use_group(default)
         Backend.backend_list.remove(BACKEND)
-        del Backend._plugins[BACKEND.upper()], Backend.backend_capability[BACKEND], Backend.backend_type_map[BACKEND]
+        del torch_internals.BACKENDS.of(Backend)[BACKEND.upper()]
+        del Backend.backend_capability[BACKEND], Backend.backend_type_map[BACKEND]
         forget_groups()
 
 
 def _register(group: PretendedGroup, store: dist.Store, ranks: dict[int, int]) -> None:
     """As `init_process_group` does."""
-    c10d: Any = dist.distributed_c10d
+    world: Any = torch_internals.world.found
     name = str(_FIRST_NAME - 1)
-    group._set_group_name(name)
-    group._set_group_desc("default_pg")
-    c10d._world.pg_map[group] = (BACKEND, store)
-    c10d._world.pg_names[group] = name
-    c10d._world.pg_backend_config[group] = f"cpu:{BACKEND}"
-    c10d._world.pg_group_ranks[group] = ranks
-    c10d._world.tags_to_pg.setdefault("", []).append(group)
-    c10d._world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
-    c10d._world.pg_to_tag[group] = f"ptd:{name}"
-    c10d._register_process_group(name, group)
+    torch_internals.NAME_GROUP.of(group)(name)
+    torch_internals.DESCRIBE_GROUP.of(group)("default_pg")
+    world.pg_map[group] = (BACKEND, store)
+    world.pg_names[group] = name
+    world.pg_backend_config[group] = f"cpu:{BACKEND}"
+    world.pg_group_ranks[group] = ranks
+    world.tags_to_pg.setdefault("", []).append(group)
+    world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
+    world.pg_to_tag[group] = f"ptd:{name}"
+    torch_internals.register_group(name, group)

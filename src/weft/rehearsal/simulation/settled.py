@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.futures import Future
-from torch.utils._pytree import tree_leaves
+
+from weft import torch_internals
 
 __all__ = ["settled"]
 
@@ -25,20 +25,21 @@ _LONGEST_S = 10.0
 
 def settled(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Do one operation; if it is a message, until it is over."""
-    name = func._schema.name.partition("::")[2]
-    if func.namespace == "_c10d_functional" and name != "wait_tensor":
+    name = torch_internals.schema.of(func).name.partition("::")[2]
+    tree_leaves = torch_internals.tree.found.tree_leaves
+    if func.namespace == torch_internals.wait.found.default.namespace and name != "wait_tensor":
         out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
-            torch.ops._c10d_functional.wait_tensor(tensor)
+            torch_internals.wait(tensor)
             _until_held_by(tensor, 1)
         return out
     if func.namespace != "c10d" or name in _PAIRED:
         return func(*args, **kwargs)
     tensors: list[Any] = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-    holders = [each._use_count() for each in tensors]
+    holders = [torch_internals.HOLDERS.of(each)() for each in tensors]
     out = func(*args, **kwargs)
     *results, work = out if isinstance(out, tuple) else (out,)
-    if not isinstance(work, torch._C.ScriptObject):
+    if not isinstance(work, torch.ScriptObject):
         return out
     dist.Work.unbox(work).wait()
     del out, work
@@ -46,13 +47,13 @@ def settled(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         _until_held_by(tensor, count)
     future: Any = Future()
     future.set_result([each for each in tree_leaves(results) if isinstance(each, torch.Tensor)])
-    done = _create_work_from_future(future).boxed()
+    done = torch_internals.work_of(future).boxed()
     return (*results, done) if results else done
 
 
 def _until_held_by(tensor: Any, count: int) -> None:
     end = time.monotonic() + _LONGEST_S
-    while tensor._use_count() > count:
+    while (held := torch_internals.HOLDERS.of(tensor)()) > count:
         if time.monotonic() > end:
-            raise AssertionError(f"a message {list(tensor.shape)} is held by {tensor._use_count()}, not {count}")
+            raise AssertionError(f"a message {list(tensor.shape)} is held by {held}, not {count}")
         time.sleep(1e-4)

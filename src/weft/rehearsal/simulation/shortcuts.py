@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
+
+from weft import torch_internals
 
 __all__ = ["shortcuts"]
 
@@ -32,12 +33,10 @@ class _Chunks:
 @contextlib.contextmanager
 def shortcuts() -> Iterator[None]:
     """Let FSDP2 make the chunks that it uses, and no others."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param  # noqa: PLC0415  (half a second)
-
-    module: Any = _fsdp_param
-    before = module._chunk_with_empty
-    module._chunk_with_empty = lambda tensor, num_chunks, dim: _Chunks(tensor, num_chunks, dim)
+    module, name = torch_internals.chunk.home  # imported here: it takes half a second
+    before = getattr(module, name)
+    setattr(module, name, lambda tensor, num_chunks, dim: _Chunks(tensor, num_chunks, dim))
     try:
         yield
     finally:
-        module._chunk_with_empty = before
+        setattr(module, name, before)
