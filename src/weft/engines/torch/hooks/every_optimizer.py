@@ -16,6 +16,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from weft import torch_internals
+
 __all__ = ["StepHook", "after_every_step", "before_every_step"]
 
 T = TypeVar("T")
@@ -29,7 +31,7 @@ class StepHook(Generic[T]):
         self._run: Run[T] | None = run
         self._owner = weakref.ref(owner, self._forget)
         self._handle = register(self)
-        self._sweep()
+        _sweep()
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """A step of any optimizer."""
@@ -40,17 +42,22 @@ class StepHook(Generic[T]):
     def release(self) -> None:
         """Take the hook off."""
         self._run = None
-        self._sweep()
+        _sweep()
 
     def _forget(self, owner: object) -> None:
         self._run = None
 
-    def _sweep(self) -> None:
-        """Take off all hooks that do nothing any more."""
-        hooks = self._handle.hooks_dict_ref() or {}
-        for hook in list(hooks.values()):
-            if isinstance(hook, StepHook) and hook._run is None:
-                hook._handle.remove()
+    def remove_if_done(self) -> None:
+        """Take the hook off if it does nothing any more."""
+        if self._run is None:
+            self._handle.remove()
+
+
+def _sweep() -> None:
+    for table in (torch_internals.ALL_STEP_PRE_HOOKS, torch_internals.ALL_STEP_POST_HOOKS):
+        for hook in list(table.found.values()):
+            if isinstance(hook, StepHook):
+                hook.remove_if_done()
 
 
 def before_every_step(owner: T, run: Run[T]) -> StepHook[T]:
