@@ -7,7 +7,8 @@ survive; the original is left alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch.autograd import _profiler_enabled as _is_profiled
@@ -197,7 +198,9 @@ class _QuickMulti(_Quick, _MultiProcessingDataLoaderIter):
     pass
 
 
-_QUICK: dict[type[Any], type[Any]] = {
-    _SingleProcessDataLoaderIter: _QuickSingle,
-    _MultiProcessingDataLoaderIter: _QuickMulti,
-}
+_QUICK: Mapping[type[Any], type[Any]] = MappingProxyType(
+    {
+        _SingleProcessDataLoaderIter: _QuickSingle,
+        _MultiProcessingDataLoaderIter: _QuickMulti,
+    }
+)

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -41,18 +42,20 @@ __all__ = [
 ]
 
 # Composite operations, by what they come down to below autograd; those a version of torch lacks are left out.
-_GROUPS = {
-    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"),
-    "attention": (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-        "_scaled_dot_product_attention_math_for_mps",
-    ),
-    "convolution": ("convolution",),
-}
+_GROUPS = MappingProxyType(
+    {
+        "matmul": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"),
+        "attention": (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_fused_attention_overrideable",
+            "_scaled_dot_product_attention_math_for_mps",
+        ),
+        "convolution": ("convolution",),
+    }
+)
 
 
 class Recomputed:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from weft import torch_internals
+from weft.torch_internals import ALL_STEP_POST_HOOKS, ALL_STEP_PRE_HOOKS
 
 __all__ = ["StepHook", "after_every_step", "before_every_step"]
 
@@ -54,7 +54,7 @@ class StepHook(Generic[T]):
 
 
 def _sweep() -> None:
-    for table in (torch_internals.ALL_STEP_PRE_HOOKS, torch_internals.ALL_STEP_POST_HOOKS):
+    for table in (ALL_STEP_PRE_HOOKS, ALL_STEP_POST_HOOKS):
         for hook in list(table.found.values()):
             if isinstance(hook, StepHook):
                 hook.remove_if_done()
