@@ -76,7 +76,7 @@ class TensorParallelModule(Strategy):
         self.probes: tuple[Probe, ...] = (self._units,)
         if options.blocks:
             self.probes += (BetweenBlocks(module, mesh, group, options),)
-        check_reads()
+        self._removable.add(check_reads().release)
         refuse_states(self._what, module, self._removable)
         self._gradients = gradients = PartGradients(self._what, module, CutLayerGradient)
 

@@ -71,7 +71,7 @@ class DividedExperts:
             module, {p: cast("nn.Parameter", empty_elsewhere(p)) for e in elsewhere for p in e.parameters()}
         )
         units: dict[str, nn.Module] = dict(packed)
-        check_reads()
+        self._removable.add(check_reads().release)
         refuse_states("expert_parallel", module, self._removable)
         self._gradients = gradients = PartGradients("expert_parallel", module)
         layers: dict[str, StackedExperts | ListedExperts] = {}
