@@ -13,6 +13,7 @@ The names that most programs use are here. The rest is in `weft.data`, `weft.met
 
 import importlib
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from weft import errors as errors
@@ -39,11 +40,15 @@ if TYPE_CHECKING:
     from weft import testing as testing
     from weft import weights as weights
     from weft.assembly import assemble
-    from weft.checkpoint import checkpointable, restore, save, save_async
+    from weft.checkpoint import checkpointable
+    from weft.checkpoint.restore import restore
+    from weft.checkpoint.save import save
+    from weft.checkpoint.save_async import save_async
     from weft.completeness import check
     from weft.elastic import resilient
     from weft.launching.launch_function import launch_function
-    from weft.monitoring import log, progress
+    from weft.monitoring.log import log
+    from weft.monitoring.progress import progress
     from weft.rehearsal.rehearse import rehearse
     from weft.sharding.stages import plan_pipeline
     from weft.transforms.accumulate_grads import accumulate_grads
@@ -71,52 +76,57 @@ if TYPE_CHECKING:
     from weft.transforms.undo import undo
     from weft.transforms.with_precision import loss_scale, with_precision
     from weft.transforms.zero_partition import zero_partition
-    from weft.weights import export, load_weights, quantized
+    from weft.weights import load_weights, quantized
+    from weft.weights.export import export
 
 _refuse_other_packages(Path(__file__).parents[1])
 
 # Imported when a program asks for one of their names: `import weft` costs little, and most programs need a part of it.
-_SUBMODULES = {
-    *("checkpoint", "collectives", "context", "contract", "data", "environments", "interop"),
-    *("metrics", "monitoring", "precision", "rng", "testing", "weights"),
-}
-LATER = {
-    "assembly": "assemble",
-    "checkpoint": "checkpointable restore save save_async",
-    "completeness": "check",
-    "elastic": "resilient",
-    "launching.launch_function": "launch_function",
-    "monitoring": "log progress",
-    "rehearsal.rehearse": "rehearse",
-    "transforms.accumulate_grads": "accumulate_grads",
-    "transforms.average_weights": "average_weights averages",
-    "transforms.clip_grads": "clip_grads",
-    "transforms.compile": "compile",
-    "transforms.context_parallel": "context_parallel",
-    "transforms.expert_parallel": "expert_parallel",
-    "transforms.full_grads": "full_grads",
-    "transforms.full_params": "full_params",
-    "transforms.fully_shard": "fully_shard",
-    "transforms.fuse_step": "fuse_step",
-    "transforms.gather_step": "gather_step",
-    "transforms.hooked": "hooked",
-    "sharding.stages": "plan_pipeline",
-    "transforms.local_steps": "local_steps",
-    "transforms.pipeline": "pipeline",
-    "transforms.place": "place",
-    "transforms.recompute": "recompute",
-    "transforms.replicate": "replicate",
-    "transforms.shard_data": "shard_data",
-    "transforms.skip_nonfinite": "skip_nonfinite was_skipped",
-    "transforms.step_in_backward": "step_in_backward",
-    "transforms.sync_batch_norm": "sync_batch_norm",
-    "transforms.tensor_parallel": "tensor_parallel tensor_plan",
-    "transforms.undo": "undo",
-    "transforms.with_precision": "loss_scale with_precision",
-    "transforms.zero_partition": "zero_partition",
-    "weights": "export load_weights quantized",
-}
-_MODULE_OF = {name: module for module, names in LATER.items() for name in names.split()}
+_SUBMODULES = frozenset(
+    {
+        *("checkpoint", "collectives", "context", "contract", "data", "environments", "interop"),
+        *("metrics", "monitoring", "precision", "rng", "testing", "weights"),
+    }
+)
+LATER = MappingProxyType(
+    {
+        "assembly": "assemble",
+        "checkpoint": "checkpointable restore save save_async",
+        "completeness": "check",
+        "elastic": "resilient",
+        "launching.launch_function": "launch_function",
+        "monitoring": "log progress",
+        "rehearsal.rehearse": "rehearse",
+        "transforms.accumulate_grads": "accumulate_grads",
+        "transforms.average_weights": "average_weights averages",
+        "transforms.clip_grads": "clip_grads",
+        "transforms.compile": "compile",
+        "transforms.context_parallel": "context_parallel",
+        "transforms.expert_parallel": "expert_parallel",
+        "transforms.full_grads": "full_grads",
+        "transforms.full_params": "full_params",
+        "transforms.fully_shard": "fully_shard",
+        "transforms.fuse_step": "fuse_step",
+        "transforms.gather_step": "gather_step",
+        "transforms.hooked": "hooked",
+        "sharding.stages": "plan_pipeline",
+        "transforms.local_steps": "local_steps",
+        "transforms.pipeline": "pipeline",
+        "transforms.place": "place",
+        "transforms.recompute": "recompute",
+        "transforms.replicate": "replicate",
+        "transforms.shard_data": "shard_data",
+        "transforms.skip_nonfinite": "skip_nonfinite was_skipped",
+        "transforms.step_in_backward": "step_in_backward",
+        "transforms.sync_batch_norm": "sync_batch_norm",
+        "transforms.tensor_parallel": "tensor_parallel tensor_plan",
+        "transforms.undo": "undo",
+        "transforms.with_precision": "loss_scale with_precision",
+        "transforms.zero_partition": "zero_partition",
+        "weights": "export load_weights quantized",
+    }
+)
+_MODULE_OF = MappingProxyType({name: module for module, names in LATER.items() for name in names.split()})
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Generic, Literal, TypedDict, Unpack, cast, overload
 
 import torch
@@ -35,7 +36,7 @@ M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", default=None)  # noqa: E741  (as in the transforms)
 Strategy = Literal["replicate", "fully_shard"] | Callable[..., Any]
 
-_NAMED: dict[str, Callable[..., Any]] = {"replicate": replicate, "fully_shard": fully_shard}
+_NAMED: Mapping[str, Callable[..., Any]] = MappingProxyType({"replicate": replicate, "fully_shard": fully_shard})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False, eq=False)

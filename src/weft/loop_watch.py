@@ -21,6 +21,7 @@ from torch import nn
 from weft.context import DistContext
 from weft.contract import GradSync, KeepsParameters, StepsApart, offered, wrapper_of_torch
 from weft.data import ShardedLoader
+from weft.data.split.position import Cursor
 from weft.engines.torch.ddp.trained import is_reduced
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.engines.torch.probes.compare import differing_ranks
@@ -39,7 +40,8 @@ def watch_loop(loader: ShardedLoader[Any], ctx: DistContext) -> None:
     Collectives: none, and nobody is waited for; a number of this rank in the store where weights may drift apart.
     """
     if ctx.data_size > 1 and ctx.data_size == ctx.world_size and ctx.world.store is not None:
-        before_every_step(loader.weft_cursor, _Watch(loader, ctx))  # the cursor: loaders of windows are copies with it
+        # The cursor: loaders of windows are copies with it.
+        ctx.world.root.holders.add(before_every_step(loader.weft_cursor, _Watch(loader, ctx)))
 
 
 class PartsWatch:
@@ -55,17 +57,18 @@ class PartsWatch:
         self._module = weakref.ref(module)
         self._group: dist.ProcessGroup | None = group
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._end = before_every_step(self, _weakly(self))
+        self._every_step = before_every_step(self, PartsWatch._look)
 
     def undo(self) -> None:
         """Look no more."""
-        self._end()
+        self.release()
 
     def release(self) -> None:
         """Let the process group go."""
+        self._every_step.release()
         self._group = None
 
-    def look(self, optimizer: torch.optim.Optimizer) -> None:
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare gradients that no strategy takes care of.
 
         Collectives: one all-gather of two numbers, if there are any.
@@ -88,23 +91,10 @@ class PartsWatch:
             )
 
 
-def _weakly(watch: PartsWatch) -> Any:
-    found = weakref.ref(watch)
-
-    def run(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        alive = found()
-        if alive is not None:
-            alive.look(optimizer)
-
-    return run
-
-
 class _Watch:
     """A hook on all optimizers."""
 
     def __init__(self, loader: ShardedLoader[Any], ctx: DistContext) -> None:
-        self._cursor = weakref.ref(loader.weft_cursor)
         self._reading = loader.weft_reading
         self._ctx = ctx
         self._key = f"loop/{ctx.world.next_number('loop')}"
@@ -112,10 +102,9 @@ class _Watch:
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
 
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def __call__(self, cursor: Cursor, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
-        cursor = self._cursor()
-        if cursor is None or cursor.last is None or self._ctx.world.closed:
+        if cursor.last is None or self._ctx.world.closed:
             return  # outside the loop
         self._weighed = self._weighed or cursor.weighed or self._ctx.world.root.numbers["total"] > 0
         if cursor.has_windows:

@@ -72,6 +72,8 @@ OPTIMIZER_HOOKS = (
     LOAD_OPTIMIZER_PRE_HOOKS,
     LOAD_OPTIMIZER_POST_HOOKS,
 )
+ALL_STEP_PRE_HOOKS = Private("torch.optim.optimizer", "_global_optimizer_pre_hooks", "strategies: whose step it is")
+ALL_STEP_POST_HOOKS = Private("torch.optim.optimizer", "_global_optimizer_post_hooks", "strategies: whose step it is")
 call_functional = Private("torch.nn.utils.stateless", "_functional_call", "fully_shard inside functional_call")
 batch_norm = Private("torch.nn.modules.batchnorm", "_BatchNorm", "sync_batch_norm")
 applied = Private("torch.distributed._composable.contract", "_get_registry", "recompute: what is recomputed already")

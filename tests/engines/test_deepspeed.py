@@ -738,6 +738,9 @@ def _trained_and_dropped(ctx):
             after = _process()
             changed += [(stage, offload, name) for name in before if before[name] != after[name]]
     stack = sys.modules["deepspeed.runtime.zero.parameter_offload"].FWD_MODULE_STACK
+    operations = sys.modules["deepspeed.ops"]
+    if operations.__compatible_ops__ != operations._probe_compatible_ops():
+        changed.append("operations")
     return changed, len(stack)
 
 

@@ -34,6 +34,10 @@ def test_a_transform_is_called_wrongly():
         weft.accumulate_grads(net(), [torch.ones(2, 4)] * 4, None, steps=2)
     found = it.run(modules=net(), loader=[torch.ones(2, 4)] * 4, ctx=ctx)
     assert len(next(iter(found["loader"]))) == 2
+    both = weft.replicate(net(), ctx)
+    with told("contract/transform.py", "was not unpacked") as it:
+        weft.accumulate_grads(both, [torch.ones(2, 4)] * 4, ctx, steps=2)
+    trains(it.run(module=net(), ctx=ctx)["module"])
 
 
 def test_a_transform_breaks_a_rule():

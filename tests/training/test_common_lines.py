@@ -1,6 +1,7 @@
 """Lines that every loop has: what docs/common_lines.md says of each, under each strategy and along each axis."""
 
 import copy
+import gc
 import io
 from pathlib import Path
 
@@ -545,7 +546,7 @@ def _copied(ctx):
     """Copies between DTensors that lie along different axes, and of whole values into terms of a sum."""
     from torch.distributed.tensor import DTensor, Partial, Shard
 
-    check_reads()
+    checks = check_reads()
     there, here = (DTensor.from_local(torch.ones(2, 2), ctx.mesh[axis], [Shard(0)]) for axis in ("data", "tensor"))
     terms = DTensor.from_local(torch.ones(4, 2), ctx.mesh["data"], [Partial()])
     told = []
@@ -556,6 +557,7 @@ def _copied(ctx):
         except WeftError as error:
             told.append(type(error).__name__)
     there.copy_(torch.arange(8.0).view(4, 2))
+    checks.release()
     return told, there.full_tensor()
 
 
@@ -601,7 +603,7 @@ def _written(ctx, dim):
     """The values of a tensor that is cut along `dim` after each line; or that it was refused."""
     from torch.distributed.tensor import DTensor, Shard
 
-    check_reads()
+    checks = check_reads()
     found = {}
     for code in WRITES:
         t = torch.arange(32.0).view(8, 4)
@@ -612,6 +614,7 @@ def _written(ctx, dim):
             found[code] = full_tensor(t).clone()
         except ContractError:
             found[code] = None
+    checks.release()
     return found
 
 
@@ -626,3 +629,42 @@ def test_what_is_written_into_a_part_of_a_sharded_tensor_arrives_or_is_refused(d
 
 def test_the_page_has_every_line():
     assert list(_table()["replicate"]) == list(LINES)
+
+
+def _of_torch():
+    from torch.distributed.tensor import DTensor
+
+    dispatcher = DTensor._op_dispatcher
+    return dict(vars(DTensor)), dict(vars(dispatcher)), dict(dispatcher._custom_op_handlers)
+
+
+def _ends(ctx):
+    """What torch does with DTensors while strategies live, and after the last one."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    def number():
+        value = DTensor.from_local(torch.ones(2), ctx.mesh, [Shard(0)]).norm()
+        try:
+            return value.item()
+        except ContractError:
+            return None
+
+    before, found = _of_torch(), [number()]
+    models = [weft.fully_shard(nn.Linear(4, 4), ctx)[0], weft.fully_shard(nn.Linear(4, 4), ctx)]
+    found.append(number())
+    del models[0]
+    gc.collect()
+    found.append(number())
+    weft.undo(*models.pop())
+    found.append(number())
+    model = weft.fully_shard(nn.Linear(4, 4), ctx)
+    found.append(number())
+    del model
+    gc.collect()
+    return [*found, number()], before == _of_torch()
+
+
+def test_operations_of_torch_are_as_before_when_the_last_strategy_has_ended():
+    for found, as_before in run_ranks(_ends, 2):
+        assert [number is None for number in found] == [False, True, True, False, True, False]
+        assert as_before

@@ -7,8 +7,6 @@ import time
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
 
 import weft
 from tests.transforms.test_windows_in_parts import (
@@ -21,7 +19,6 @@ from tests.transforms.test_windows_in_parts import (
     values,
 )
 from tests.variants import pairs, slow, slow_cases
-from weft.engines.torch.hooks import every_optimizer
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -647,33 +644,3 @@ def train_in_another_order(ctx):
 def test_modules_that_are_reduced_in_another_order_on_one_rank_are_named():
     with pytest.raises(RanksFailed, match="of all modules: 3 on rank 0, 4 on rank 1"):
         run_ranks(train_in_another_order, 2)
-
-
-# -- what is seen by hooks on all optimizers -----------------------------------------------------------
-
-
-def _collected_in_a_step(ctx):
-    def program():
-        loader, at = weft.shard_data(DataLoader(torch.ones(8, 2), batch_size=2), ctx)
-        model, at = weft.replicate(nn.Linear(2, 1), at)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for x in loader:
-            (model(x).mean() * loader.share).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        cycle = [model, loader]
-        cycle.append(cycle)
-
-    of_context = len(every_optimizer._running)
-    gc.disable()
-    program()
-    handle = register_optimizer_step_pre_hook(lambda *_: print(gc.collect()))
-    program()  # in its first step the objects of the first one go
-    handle.remove()
-    gc.enable()
-    gc.collect()
-    return len(every_optimizer._running) - of_context
-
-
-def test_objects_may_be_collected_in_a_step():
-    assert run_ranks(_collected_in_a_step, 2) == [0, 0]

@@ -191,13 +191,7 @@ def unused_parameters(ctx):
 
 def result_not_unpacked(ctx):
     model = weft.replicate(_net(), ctx)
-    model(torch.ones(1, 4))
-
-
-def result_looped_over(ctx):
-    loader = weft.shard_data(_loader(), ctx)
-    for x, y in loader:
-        raise AssertionError(x, y)
+    weft.accumulate_grads(model, _loader(), ctx, steps=2)
 
 
 def old_context(ctx):
@@ -416,8 +410,7 @@ CASES = [
     (part_called, (weft.replicate,), weft.errors.NotSynchronized, "replicate: a gradient reached '2.bias' of"),
     (part_called, (weft.fully_shard,), weft.errors.ContractError, "fully_shard: '2.weight' of Sequential is used past"),
     (unused_parameters, (), weft.errors.UnusedParameters, "replicate: 2 parameter(s) of _TwoHeads got no gradient"),
-    (result_not_unpacked, (), TypeError, "the result of replicate was called"),
-    (result_looped_over, (), TypeError, "the result of shard_data was looped over"),
+    (result_not_unpacked, (), TypeError, "accumulate_grads: the result of replicate was not unpacked"),
     (old_context, (), weft.errors.StaleContext, "accumulate_grads: the context does not know what was done to this"),
     (optimizer_before_fully_shard, (), weft.errors.OrderError, "fully_shard: 1 optimizer(s) hold parameters of"),
     (optimizer_of_another_model, (weft.replicate,), weft.errors.ContractError, "replicate: SGD updates none of the"),

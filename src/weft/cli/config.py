@@ -13,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from weft.cli.foreign.accelerate import from_accelerate, yaml_of
@@ -23,7 +24,7 @@ from weft.errors import ContextError
 
 __all__ = ["add_parser", "answered", "run", "toml"]
 
-_TABLES: dict[str, Mapping[str, Any]] = {"launch": LAUNCH, "start": SETTINGS}
+_TABLES: Mapping[str, Mapping[str, Any]] = MappingProxyType({"launch": LAUNCH, "start": SETTINGS})
 
 
 def add_parser(commands: Any) -> None:

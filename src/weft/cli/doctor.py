@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +30,14 @@ __all__ = ["Verdict", "add_parser", "check_environment", "check_nccl", "check_ne
 
 _LIMIT_S = 22.0
 _MODULE = "weft.cli.rank_checks"
-_NEXT = {  # by check, as rank_checks.py does them
-    "all-reduce": "weft doctor -n 1 leaves the network out; GLOO_SOCKET_IFNAME=lo chooses the interface",
-    "clocks": "let the nodes take their time from one server (NTP)",
-    "fully_shard step": "report it with the output of weft doctor",
-    "checkpoint": "weft doctor --folder DIRECTORY, on a file system that all ranks share",
-}
+_NEXT = MappingProxyType(
+    {  # by check, as rank_checks.py does them
+        "all-reduce": "weft doctor -n 1 leaves the network out; GLOO_SOCKET_IFNAME=lo chooses the interface",
+        "clocks": "let the nodes take their time from one server (NTP)",
+        "fully_shard step": "report it with the output of weft doctor",
+        "checkpoint": "weft doctor --folder DIRECTORY, on a file system that all ranks share",
+    }
+)
 _OPTIONAL = ("accelerate", "deepspeed", "rich", "tensorboard", "torch_xla", "xxhash")
 
 

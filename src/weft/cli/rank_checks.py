@@ -6,8 +6,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -77,12 +78,14 @@ def _checkpoint(ctx: weft.DistContext, folder: Path) -> str:
     return "saved, verified and restored"
 
 
-CHECKS: dict[str, Callable[[weft.DistContext, Path], str]] = {
-    "all-reduce": _all_reduce,
-    "clocks": _clocks,
-    "fully_shard step": _fully_shard_step,
-    "checkpoint": _checkpoint,
-}
+CHECKS: Mapping[str, Callable[[weft.DistContext, Path], str]] = MappingProxyType(
+    {
+        "all-reduce": _all_reduce,
+        "clocks": _clocks,
+        "fully_shard step": _fully_shard_step,
+        "checkpoint": _checkpoint,
+    }
+)
 
 
 def main(folder: Path) -> None:

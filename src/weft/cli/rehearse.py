@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from weft.context.settings import parse_mesh
@@ -25,7 +26,9 @@ from weft.rehearsal.table import size_text
 
 __all__ = ["add_parser", "run"]
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_UNITS = MappingProxyType(
+    {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+)
 
 
 def add_parser(commands: Any) -> None:

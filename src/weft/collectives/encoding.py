@@ -15,7 +15,8 @@ import enum
 import json
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,29 +34,31 @@ _EXPECTED = (
     "dataclasses of them"
 )
 _PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
-_MAPPINGS = {"dict": dict, "OrderedDict": collections.OrderedDict, "Counter": collections.Counter}
-_SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}
+_MAPPINGS = MappingProxyType({"dict": dict, "OrderedDict": collections.OrderedDict, "Counter": collections.Counter})
+_SEQUENCES = MappingProxyType({"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size})
 
 # By type: the values it has in JSON, and back.
-_PLAIN: dict[type[Any], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    bytes: (lambda x: base64.b64encode(x).decode(), base64.b64decode),
-    bytearray: (lambda x: base64.b64encode(x).decode(), lambda text: bytearray(base64.b64decode(text))),
-    complex: (lambda x: [x.real, x.imag], lambda parts: complex(*parts)),
-    dt.date: (dt.date.isoformat, dt.date.fromisoformat),
-    dt.datetime: (
-        lambda x: [x.isoformat(), x.fold],
-        lambda pair: dt.datetime.fromisoformat(pair[0]).replace(fold=pair[1]),
-    ),
-    dt.time: (
-        lambda x: [x.isoformat(), x.fold],
-        lambda pair: dt.time.fromisoformat(pair[0]).replace(fold=pair[1]),
-    ),
-    dt.timedelta: (lambda x: [x.days, x.seconds, x.microseconds], lambda parts: dt.timedelta(*parts)),
-    torch.device: (str, torch.device),
-    torch.dtype: (str, lambda text: _dtype(text)),
-    **{one: (str, one) for one in _PATHS},
-}
-_PLAIN_NAMED = {one.__name__: back for one, (_, back) in _PLAIN.items()}
+_PLAIN: Mapping[type[Any], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = MappingProxyType(
+    {
+        bytes: (lambda x: base64.b64encode(x).decode(), base64.b64decode),
+        bytearray: (lambda x: base64.b64encode(x).decode(), lambda text: bytearray(base64.b64decode(text))),
+        complex: (lambda x: [x.real, x.imag], lambda parts: complex(*parts)),
+        dt.date: (dt.date.isoformat, dt.date.fromisoformat),
+        dt.datetime: (
+            lambda x: [x.isoformat(), x.fold],
+            lambda pair: dt.datetime.fromisoformat(pair[0]).replace(fold=pair[1]),
+        ),
+        dt.time: (
+            lambda x: [x.isoformat(), x.fold],
+            lambda pair: dt.time.fromisoformat(pair[0]).replace(fold=pair[1]),
+        ),
+        dt.timedelta: (lambda x: [x.days, x.seconds, x.microseconds], lambda parts: dt.timedelta(*parts)),
+        torch.device: (str, torch.device),
+        torch.dtype: (str, lambda text: _dtype(text)),
+        **{one: (str, one) for one in _PATHS},
+    }
+)
+_PLAIN_NAMED = MappingProxyType({one.__name__: back for one, (_, back) in _PLAIN.items()})
 
 
 class Packed(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -21,8 +22,10 @@ __all__ = ["ReduceOp", "check_op", "gather", "mean_dtype", "pad_across", "reduce
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
-_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_CARRIERS = {torch.bool: torch.uint8, torch.int16: torch.int32}  # what gloo does not know
+_OPS = MappingProxyType(
+    {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+)
+_CARRIERS = MappingProxyType({torch.bool: torch.uint8, torch.int16: torch.int32})  # what gloo does not know
 
 
 def reduce(value: T, ctx: DistContext, op: ReduceOp = "sum", *, grad: bool = False) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from weft.context.settings import SETTINGS, Setting
@@ -38,22 +39,24 @@ def is_nodes(value: Any) -> bool:
     return _is_count(value)
 
 
-LAUNCH = {
-    "nproc": Setting(_is_count, "a whole number >= 1", 1, "processes per node"),
-    "nnodes": Setting(is_nodes, 'a whole number >= 1, or "least:most"', 1, "nodes"),
-    "node_rank": Setting(lambda v: _is_count(v, 0), "a whole number >= 0", None, "rank of this node"),
-    "rdzv": Setting(lambda v: isinstance(v, str) and ":" in v, '"host:port"', None, "where the nodes meet"),
-    "max_restarts": Setting(lambda v: _is_count(v, 0), "a whole number >= 0", 0, "restarts after a failure"),
-    "min_replicas": Setting(_is_count, "a whole number >= 1", None, "replicas without which an elastic job waits"),
-    "replica_ranks": Setting(_is_count, "a whole number >= 1", 1, "ranks of each replica of an elastic job"),
-    "events": Setting(
-        lambda v: isinstance(v, str) and v != "", "a path", None, "file for the losses of an elastic job"
-    ),
-    "threads": Setting(_is_count, "a whole number >= 1", None, "CPU threads per process"),
-    "affinity": Setting(
-        lambda v: type(v) is bool, "true or false", default=False, question="keep each process on cores of its own"
-    ),
-}
+LAUNCH = MappingProxyType(
+    {
+        "nproc": Setting(_is_count, "a whole number >= 1", 1, "processes per node"),
+        "nnodes": Setting(is_nodes, 'a whole number >= 1, or "least:most"', 1, "nodes"),
+        "node_rank": Setting(lambda v: _is_count(v, 0), "a whole number >= 0", None, "rank of this node"),
+        "rdzv": Setting(lambda v: isinstance(v, str) and ":" in v, '"host:port"', None, "where the nodes meet"),
+        "max_restarts": Setting(lambda v: _is_count(v, 0), "a whole number >= 0", 0, "restarts after a failure"),
+        "min_replicas": Setting(_is_count, "a whole number >= 1", None, "replicas without which an elastic job waits"),
+        "replica_ranks": Setting(_is_count, "a whole number >= 1", 1, "ranks of each replica of an elastic job"),
+        "events": Setting(
+            lambda v: isinstance(v, str) and v != "", "a path", None, "file for the losses of an elastic job"
+        ),
+        "threads": Setting(_is_count, "a whole number >= 1", None, "CPU threads per process"),
+        "affinity": Setting(
+            lambda v: type(v) is bool, "true or false", default=False, question="keep each process on cores of its own"
+        ),
+    }
+)
 
 
 def read_config(path: str | Path) -> Config:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -114,7 +115,7 @@ def _parse_probes(text: str) -> str:
     return text
 
 
-SETTINGS = {
+SETTINGS = MappingProxyType({
     "mesh": Setting(
         _is_mesh, "a table such as { replica = 2, shard = -1 }", None, "mesh axes, as in replica=2,shard=-1",
         "WEFT_MESH", "replica=1,shard=-1", parse_mesh,
@@ -135,7 +136,7 @@ SETTINGS = {
         lambda v: v in PROBE_MODES, 'one of "auto", "every", "off"', "auto", "measure what transforms promise",
         "WEFT_PROBES", "auto", _parse_probes,
     ),
-}  # fmt: skip
+})  # fmt: skip
 CONFIG_VARIABLE = "WEFT_CONFIG"  # names the file; `weft launch --config` sets it for the ranks
 
 

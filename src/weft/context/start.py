@@ -606,13 +606,7 @@ def _context(
 
 def _refuse_steps_after_failure(world: World) -> None:
     """Let no optimizer, whose ever it is, step on what an aborted collective left."""
-    live = weakref.ref(world)
-
-    def check(*_: object) -> None:
-        if (root := live()) is not None and not root.closed:
-            check_failed(root)
-
-    before_every_step(world, check)
+    world.holders.add(before_every_step(world, lambda root, _: check_failed(root)))
 
 
 def _on_mesh(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
@@ -18,7 +16,7 @@ from weft.context import Applied, DistContext
 from weft.contract.marks import MARKS, Holder, Mark, Marks, Rules, marks_of
 from weft.contract.protocols import Chooses
 from weft.engines.probes import Probe
-from weft.errors import AlreadyApplied, NameChanged, OrderError, StaleContext, listed, message, type_error
+from weft.errors import AlreadyApplied, NameChanged, OrderError, StaleContext, listed, type_error
 from weft.peers.agreement import disagree
 from weft.peers.ledger import Ledger
 
@@ -104,58 +102,11 @@ def transform(
                 if rules.collective and ctx.world.meetings == meetings:
                     disagree(ctx.world, error)
                 raise
-            ctx = _record(rules, line, options, objects, returned, next_ctx)
-            result = Transformed((*returned, ctx))
-            result.made_by, result.fix = rules.name, line
-            return cast("R", result)
+            return cast("R", (*returned, _record(rules, line, options, objects, returned, next_ctx)))
 
         return applied
 
     return decorate
-
-
-class Transformed(tuple[Any, ...]):  # noqa: SLOT001  (a tuple has none)
-    """What a transform returns: a plain tuple, but for an error that says so where it is taken for the object."""
-
-    made_by = fix = ""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (tuple(self),)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Let it be unpacked.
-
-        Raises:
-            TypeError: A `for` loop goes over it, which was meant to go over the loader.
-        """
-        caller = sys._getframe(1)
-        if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "GET_ITER":
-            raise self.error(TypeError, "was looped over")
-        return super().__iter__()
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Refuse.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise self.error(TypeError, "was called")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise self.error(AttributeError, f"has no {name!r}")
-
-    def error(self, kind: type[Exception], what: str) -> Exception:
-        """The error for one that was taken for something else."""
-        return kind(
-            message(
-                f"the result of {self.made_by} {what}",
-                found=f"a tuple ({', '.join(type(part).__name__ for part in tuple.__iter__(self))})",
-                expected="the objects and the next context, unpacked",
-                fix=self.fix,
-            )
-        )
 
 
 def _bound(
@@ -208,8 +159,8 @@ def _split(
 ) -> tuple[DistContext, list[object], dict[str, Any]]:
     """Sort a call's arguments into the context, the objects before it and the options after it."""
     ctx = arguments["ctx"]
-    if isinstance(ctx, Transformed):
-        raise ctx.error(TypeError, f"was given to {name}")
+    for key in (*given, "ctx"):
+        _check_unpacked(name, arguments[key])
     if not isinstance(ctx, DistContext):
         raise type_error(
             f"{name}: ctx = {ctx!r} is not a context",
@@ -217,11 +168,21 @@ def _split(
             expected="the DistContext that weft.start() or the transform before returned",
             fix=f"{line}  # with the ctx of weft.start()",
         )
-    whole = [arguments[key] for key in given if isinstance(arguments[key], Transformed)]
-    if whole:
-        raise whole[0].error(TypeError, f"was given to {name}")
     options = {key: value for key, value in arguments.items() if key != "ctx" and key not in given}
     return ctx, _objects([arguments[key] for key in given]), options
+
+
+def _check_unpacked(name: str, value: Any) -> None:
+    """Raise if a value is all that another transform returned."""
+    whole = isinstance(value, tuple) and value and isinstance(value[-1], DistContext)
+    made = [mark for obj in _objects(list(value[:-1])) for mark in marks_of(obj)] if whole else []
+    if made:
+        raise type_error(
+            f"{name}: the result of {made[-1].rules.name} was not unpacked",
+            found=f"a tuple ({', '.join(type(part).__name__ for part in value)})",
+            expected="the objects and the next context",
+            fix=f"{made[-1].line}  # unpack what it returns",
+        )
 
 
 def _objects(arguments: list[Any]) -> list[object]:

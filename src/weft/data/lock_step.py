@@ -72,7 +72,7 @@ class LockStep:
         def count(*_: Any) -> None:  # without `self`, which would keep the cursor alive
             steps[0] += 1
 
-        before_every_step(cursor, count)
+        ctx.world.root.holders.add(before_every_step(cursor, count))
 
     def batches(self, given: Iterator[Any]) -> Iterator[Any]:
         """Yield what an iteration over the loader gives; without what has no rows, if this rank is done before."""

@@ -20,7 +20,7 @@ __all__ = ["split_sequence"]
 B = TypeVar("B")
 _PAD = 'loader = DataLoader(..., collate_fn=weft.data.pad_collate(multiple_of={}, fill={{"labels": -100}}))'
 _IGNORED = -100  # the label that counts nowhere, of torch and transformers
-_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k", "seq_idx"}
+_PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k", "seq_idx"})
 
 
 def split_sequence(batch: B, ctx: DistContext, *, dim: int = 1, axis: str = "context", order: Order = "zigzag") -> B:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -11,7 +12,7 @@ from weft.errors import ContextError, listed
 __all__ = ["chosen_devices", "visible_devices"]
 
 # By the type of device: the variable by which its driver shows some of them only.
-_VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+_VARIABLES = MappingProxyType({"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"})
 
 
 def visible_devices(variables: Mapping[str, str]) -> tuple[str, list[str]]:

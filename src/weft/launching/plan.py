@@ -21,7 +21,9 @@ from weft.peers.board import SECRET_VARIABLE
 
 __all__ = ["FLAGS", "MEETING_S", "Plan", "cores_of", "make_plan", "secret_of"]
 
-FLAGS = {"script": "", "module": "-m", "program": "--no-python"}  # of the command line, by kind of target
+FLAGS = MappingProxyType(
+    {"script": "", "module": "-m", "program": "--no-python"}
+)  # of the command line, by kind of target
 MEETING_S = 900  # the nodes wait so long for each other
 # Besides those that end a job: the ones by which schedulers say that the time is nearly over. Passed on to the ranks.
 _PASSED_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"

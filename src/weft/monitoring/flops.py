@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import MappingProxyType
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,13 +15,13 @@ __all__ = ["count_flops", "peak_flops"]
 
 # Per second and dense (without sparsity), as the makers' data sheets say: for matrix products in bfloat16 or float16,
 # and in float32 without TF32. The first name that the device's name contains as words counts.
-_PEAKS = {
+_PEAKS = MappingProxyType({
     "GB200": (2.5e15, 80e12), "B200": (2.25e15, 80e12), "GH200": (989e12, 67e12), "H200": (989e12, 67e12),
     "H100 NVL": (835e12, 60e12), "H100 PCIe": (756e12, 51e12), "H100": (989e12, 67e12), "A100": (312e12, 19.5e12),
     "A40": (149.7e12, 37.4e12), "A30": (165e12, 10.3e12), "A10": (125e12, 31.2e12), "L40S": (362e12, 91.6e12),
     "L40": (181e12, 90.5e12), "L4": (121e12, 30.3e12), "V100": (125e12, 15.7e12), "T4": (65e12, 8.1e12),
     "MI325X": (1307e12, 163.4e12), "MI300X": (1307e12, 163.4e12), "MI250X": (383e12, 47.9e12),
-}  # fmt: skip
+})  # fmt: skip
 
 
 def count_flops(fn: Callable[[], object]) -> int:

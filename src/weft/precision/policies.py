@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal
 
 import torch
@@ -155,15 +156,17 @@ class Precision:
 
 
 _FP32 = Precision(param=torch.float32, compute=torch.float32, buffer=torch.float32)
-NAMED: dict[PolicyName, Precision] = {
-    "fp32": _FP32,
-    "fp64": Precision(param=torch.float64, compute=torch.float64, buffer=torch.float64),
-    "bf16": replace(_FP32, compute=torch.bfloat16, output=torch.float32),
-    "fp16": replace(_FP32, compute=torch.float16, output=torch.float32, scaling=LossScaling()),
-    "fp8": replace(_FP32, matmul=torch.float8_e4m3fn),
-    "bf16-true": Precision(param=torch.bfloat16, compute=torch.bfloat16, buffer=torch.bfloat16),
-    "fp16-true": Precision(param=torch.float16, compute=torch.float16, buffer=torch.float16),
-}
+NAMED: Mapping[PolicyName, Precision] = MappingProxyType(
+    {
+        "fp32": _FP32,
+        "fp64": Precision(param=torch.float64, compute=torch.float64, buffer=torch.float64),
+        "bf16": replace(_FP32, compute=torch.bfloat16, output=torch.float32),
+        "fp16": replace(_FP32, compute=torch.float16, output=torch.float32, scaling=LossScaling()),
+        "fp8": replace(_FP32, matmul=torch.float8_e4m3fn),
+        "bf16-true": Precision(param=torch.bfloat16, compute=torch.bfloat16, buffer=torch.bfloat16),
+        "fp16-true": Precision(param=torch.float16, compute=torch.float16, buffer=torch.float16),
+    }
+)
 
 
 class PrecisionOffer:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -16,11 +17,11 @@ from weft.rehearsal.table import columns, size_text
 
 __all__ = ["OPTIMIZERS", "STRATEGIES", "TRAINABLE", "WIDTHS", "Block", "Estimate", "estimate"]
 
-WIDTHS = {"fp32": 4.0, "bf16-true": 2.0, "int8": 1.0, "int4": 0.5}  # bytes of an element of a weight
+WIDTHS = MappingProxyType({"fp32": 4.0, "bf16-true": 2.0, "int8": 1.0, "int4": 0.5})  # bytes of an element of a weight
 TRAINABLE = ("fp32", "bf16-true")
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
-OPTIMIZERS = {"sgd": 0, "momentum": 1, "adamw": 2, "adamw-8bit": 2}  # values of state per element
-_DIVIDED = {"replicate": "", "zero1": "o", "zero2": "og", "zero3": "ogp"}
+OPTIMIZERS = MappingProxyType({"sgd": 0, "momentum": 1, "adamw": 2, "adamw-8bit": 2})  # values of state per element
+_DIVIDED = MappingProxyType({"replicate": "", "zero1": "o", "zero2": "og", "zero3": "ogp"})
 _MIN_8BIT, _BLOCK_8BIT = 4096, 256  # of torchao and bitsandbytes: smaller tensors keep the state of AdamW
 _SHOWN = 8
 

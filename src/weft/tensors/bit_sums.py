@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from weft import torch_internals
 
 __all__ = ["can_be_read", "sum_of_bits", "sums_of_bits"]
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
 def can_be_read(tensor: torch.Tensor) -> bool:

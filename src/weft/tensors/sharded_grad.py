@@ -8,7 +8,8 @@ element alike (`zero_`, `mul_`, `div_`, and their `_foreach` forms) works on the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from weft.errors import ContractError
 
 __all__ = ["CutGradient"]
 
-_EACH: dict[Any, Any] = {
-    torch.ops.aten.zero_.default: torch.Tensor.zero_,
-    torch.ops.aten.mul_.Tensor: torch.Tensor.mul_,
-    torch.ops.aten.mul_.Scalar: torch.Tensor.mul_,
-    torch.ops.aten.div_.Tensor: torch.Tensor.div_,
-    torch.ops.aten.div_.Scalar: torch.Tensor.div_,
-}
+_EACH: Mapping[Any, Any] = MappingProxyType(
+    {
+        torch.ops.aten.zero_.default: torch.Tensor.zero_,
+        torch.ops.aten.mul_.Tensor: torch.Tensor.mul_,
+        torch.ops.aten.mul_.Scalar: torch.Tensor.mul_,
+        torch.ops.aten.div_.Tensor: torch.Tensor.div_,
+        torch.ops.aten.div_.Scalar: torch.Tensor.div_,
+    }
+)
 _ADD = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 

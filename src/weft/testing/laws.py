@@ -24,9 +24,10 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -323,14 +324,16 @@ def _sync_plainly(parts: Parts, ctx: DistContext) -> DistContext:
 PLAIN_SYNC = Row(name="plain sync", apply=_sync_plainly, synchronizes=True)
 
 
-LAWS: dict[str, Callable[[Row], None]] = {
-    "one_rank_changes_nothing": one_rank_changes_nothing,
-    "names_stay": names_stay,
-    "twice_raises": twice_raises,
-    "ranks_equal_reference": ranks_equal_reference,
-    "leaves_no_trace": leaves_no_trace,
-    "failure_reaches_all": failure_reaches_all,
-}
+LAWS: Mapping[str, Callable[[Row], None]] = MappingProxyType(
+    {
+        "one_rank_changes_nothing": one_rank_changes_nothing,
+        "names_stay": names_stay,
+        "twice_raises": twice_raises,
+        "ranks_equal_reference": ranks_equal_reference,
+        "leaves_no_trace": leaves_no_trace,
+        "failure_reaches_all": failure_reaches_all,
+    }
+)
 
 
 def check_laws(row: Row) -> None:

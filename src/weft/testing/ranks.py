@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -32,7 +33,9 @@ from weft.testing.ranks_failed import RanksFailed, failure_of
 __all__ = ["RankPool", "RanksFailed", "run_ranks"]
 
 R = TypeVar("R")
-_OPTIONS = {"mesh": None, "data_axes": None, "seed": 0, "debug": False, "probes": "every", "device": "cpu"}  # of a rank
+_OPTIONS = MappingProxyType(
+    {"mesh": None, "data_axes": None, "seed": 0, "debug": False, "probes": "every", "device": "cpu"}
+)  # of a rank
 _KEPT = 4  # the largest world that is kept: threads of gloo keep looking for messages
 _GROUP_TIMEOUT_S = 60.0
 _CUT = "\n  ...\n"  # faulthandler writes the innermost 100 calls

@@ -25,11 +25,13 @@ from weft.weights.stored_names import as_named_now
 __all__ = ["place"]
 
 M = TypeVar("M", bound=nn.Module)
-_STRATEGIES = {"replicate", "fully_shard", "zero_partition", "tensor_parallel", "context_parallel", "expert_parallel"}
+_STRATEGIES = frozenset(
+    {"replicate", "fully_shard", "zero_partition", "tensor_parallel", "context_parallel", "expert_parallel"}
+)
 _STRATEGIES |= {"pipeline", "local_steps", "sync_batch_norm", "recompute", "compile", "average_weights"}
 
 
-@transform(after={"with_precision"}, excludes=_STRATEGIES, collective=True)
+@transform(after={"with_precision"}, excludes={*_STRATEGIES}, collective=True)
 def place(
     module: M,
     ctx: DistContext,

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,8 @@ from weft.weights.sources import MAX_INDEX_BYTES, Source
 
 __all__ = ["Layout", "check_names", "chosen_tensors", "num_bytes", "renamed_tensors"]
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
+_UNITS = MappingProxyType({"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40})  # fmt: skip
 
 
 def num_bytes(size: int | str) -> int:

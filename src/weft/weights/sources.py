@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -24,16 +25,18 @@ __all__ = ["INDEX", "MAX_INDEX_BYTES", "Source", "floating_dtype", "from_checkpo
 
 INDEX = ".safetensors.index.json"
 MAX_INDEX_BYTES = 2**28
-_SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SHORT = MappingProxyType({"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _PART = r"-\d+-of-\d+"  # in the names of files that have a part of the weights each
-_CALLS = {
-    "export": "weft.export({}, out)",
-    "read": "weft.weights.read({})",
-    "place": "model, ctx = weft.place(model, ctx, plan, weights={})",
-    "quantized": "model, ctx = weft.quantized(model, ctx, scheme, weights={})",
-    "estimate": "weft estimate {}",
-}
+_CALLS = MappingProxyType(
+    {
+        "export": "weft.export({}, out)",
+        "read": "weft.weights.read({})",
+        "place": "model, ctx = weft.place(model, ctx, plan, weights={})",
+        "quantized": "model, ctx = weft.quantized(model, ctx, scheme, weights={})",
+        "estimate": "weft estimate {}",
+    }
+)
 
 
 def reading(what: str, path: str, option: str = "") -> str:

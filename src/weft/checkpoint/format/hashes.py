@@ -8,6 +8,7 @@ change a file can change the manifest as well.
 from __future__ import annotations
 
 import hashlib
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from weft.checks import import_extra
@@ -15,7 +16,9 @@ from weft.errors import MissingExtra
 
 __all__ = ["HASHES", "Hash", "best_hash", "new_hash"]
 
-HASHES = {"xxh3_128": ("XXH3-128", 32), "sha256": ("SHA-256", 64)}  # what it is called, hexadecimal digits
+HASHES = MappingProxyType(
+    {"xxh3_128": ("XXH3-128", 32), "sha256": ("SHA-256", 64)}
+)  # what it is called, hexadecimal digits
 
 
 class Hash(Protocol):

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from weft.checkpoint.format.hashes import HASHES
@@ -61,12 +62,12 @@ _MAX_DIMS = 64
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 
 # Of torch, and what safetensors calls them, with their size.
-DTYPES = {
+DTYPES = MappingProxyType({
     "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
     "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "complex64": ("C64", 8),
     "int64": ("I64", 8), "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1), "bool": ("BOOL", 1),
     "uint64": ("U64", 8), "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1),
-}  # fmt: skip
+})  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -30,7 +31,7 @@ from weft.errors import CheckpointError
 
 __all__ = ["Slot", "TensorFiles", "in_order", "open_tensors"]
 
-_CODES = {code: dtype for dtype, (code, _) in DTYPES.items()}
+_CODES = MappingProxyType({code: dtype for dtype, (code, _) in DTYPES.items()})
 _ENTRY = re.compile(rb'"data_offsets"\s*:\s*\[')
 Slot: TypeAlias = tuple[str, tuple[int, ...], int]  # dtype, shape, offset of the first byte in the file
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ __all__ = ["check_tensor", "check_values", "decode", "encode"]
 
 _MOST_NESTED = 200  # three times as deep in JSON, which Python reads a thousand deep
 _MOST_BITS = 10_000  # of a whole number; Python reads 4300 digits
-_DICTS: dict[Any, type[dict[Any, Any]]] = {"counter": Counter, "ordered": OrderedDict}  # kept as what they are
+_DICTS: Mapping[Any, type[dict[Any, Any]]] = MappingProxyType(
+    {"counter": Counter, "ordered": OrderedDict}
+)  # kept as what they are
 
 
 def encode(path: str, value: Any, tensors: dict[str, Held], *, depth: int = 0) -> Any:

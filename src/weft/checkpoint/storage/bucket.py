@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PosixPath
+from types import MappingProxyType
 from typing import IO, Any
 
 from weft.checkpoint.format.hashes import new_hash
@@ -27,11 +28,13 @@ __all__ = ["Bucket", "RemotePath"]
 
 _NEWEST = "newest"
 _PART = 2**22
-_PACKAGES = {
-    f"{scheme}:": package
-    for package, schemes in {"s3fs": "s3 s3a", "gcsfs": "gs gcs", "adlfs": "az abfs abfss"}.items()
-    for scheme in schemes.split()
-}
+_PACKAGES = MappingProxyType(
+    {
+        f"{scheme}:": package
+        for package, schemes in {"s3fs": "s3 s3a", "gcsfs": "gs gcs", "adlfs": "az abfs abfss"}.items()
+        for scheme in schemes.split()
+    }
+)
 _PAUSES_S = (0.05, 0.25)  # before what came incomplete is asked for again
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from weft.checks import import_extra
@@ -14,14 +15,20 @@ from weft.errors import ContextError
 __all__ = ["from_accelerate", "yaml_of"]
 
 # What is code in weft, and not configuration.
-_HINTS = {
-    "mixed_precision": "weft.with_precision(model, ctx, {!r})",
-    "gradient_accumulation_steps": "weft.accumulate_grads(model, loader, ctx, steps={})",
-    "gradient_clipping": "weft.clip_grads(model, ctx, max_norm={})",
-    "distributed_type": "weft.replicate, weft.fully_shard or weft.zero_partition ({})",
-}
-_MEANINGLESS = {"compute_environment", "debug", "main_training_function", "use_cpu", "same_network", "rdzv_backend"}
-_TAKEN = {"num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "max_restarts"}
+_HINTS = MappingProxyType(
+    {
+        "mixed_precision": "weft.with_precision(model, ctx, {!r})",
+        "gradient_accumulation_steps": "weft.accumulate_grads(model, loader, ctx, steps={})",
+        "gradient_clipping": "weft.clip_grads(model, ctx, max_norm={})",
+        "distributed_type": "weft.replicate, weft.fully_shard or weft.zero_partition ({})",
+    }
+)
+_MEANINGLESS = frozenset(
+    {"compute_environment", "debug", "main_training_function", "use_cpu", "same_network", "rdzv_backend"}
+)
+_TAKEN = frozenset(
+    {"num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "max_restarts"}
+)
 
 
 def from_accelerate(values: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -138,12 +145,14 @@ def _parallelism(values: Mapping[str, Any]) -> str:
     return "; ".join([*lines, f"weft.{'fully_shard' if sizes['shard'] > 1 else 'replicate'}(model, ctx)"])
 
 
-_MEGATRON = {
-    "tp_degree": "tensor_model_parallel_size",
-    "pp_degree": "pipeline_model_parallel_size",
-    "sequence_parallelism": "sequence_parallel",
-    "gradient_clipping": "clip_grad",
-}
+_MEGATRON = MappingProxyType(
+    {
+        "tp_degree": "tensor_model_parallel_size",
+        "pp_degree": "pipeline_model_parallel_size",
+        "sequence_parallelism": "sequence_parallel",
+        "gradient_clipping": "clip_grad",
+    }
+)
 
 
 def _megatron(values: Mapping[str, Any]) -> str:
@@ -159,13 +168,15 @@ def _is_true(value: object) -> bool:
     return str(value).lower() in ("true", "1", "yes")
 
 
-_TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "fsdp_config": _fsdp,
-    "deepspeed_config": _deepspeed,
-    "dynamo_config": _dynamo,
-    "parallelism_config": _parallelism,
-    "megatron_lm_config": _megatron,
-}
+_TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = MappingProxyType(
+    {
+        "fsdp_config": _fsdp,
+        "deepspeed_config": _deepspeed,
+        "dynamo_config": _dynamo,
+        "parallelism_config": _parallelism,
+        "megatron_lm_config": _megatron,
+    }
+)
 
 
 def yaml_of(path: Path) -> Mapping[str, Any]:

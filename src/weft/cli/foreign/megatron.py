@@ -5,20 +5,23 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 __all__ = ["arguments_of", "from_megatron", "is_megatron"]
 
 # Outermost first, as Megatron places its groups: ranks of one tensor group are neighbours.
-_AXES = {
-    "pipeline": "pipeline_model_parallel_size",
-    "data": None,
-    "expert": "expert_model_parallel_size",
-    "context": "context_parallel_size",
-    "tensor": "tensor_model_parallel_size",
-}
+_AXES = MappingProxyType(
+    {
+        "pipeline": "pipeline_model_parallel_size",
+        "data": None,
+        "expert": "expert_model_parallel_size",
+        "context": "context_parallel_size",
+        "tensor": "tensor_model_parallel_size",
+    }
+)
 _SIZES = frozenset(filter(None, _AXES.values()))
-_OPTIMIZER = {"lr": "lr", "weight_decay": "weight_decay", "adam_eps": "eps"}
+_OPTIMIZER = MappingProxyType({"lr": "lr", "weight_decay": "weight_decay", "adam_eps": "eps"})
 
 
 def is_megatron(values: Mapping[str, Any]) -> bool:

@@ -23,10 +23,10 @@ _EVERY = 64  # samples of which one is looked at, behind the first ones
 _VALUES = 8  # of a tensor, an array, or a sequence
 _CHARACTERS = 32  # at both ends of a text
 _TENSOR: Any = torch.Tensor
-_OF_NUMPY = {
+_OF_NUMPY = frozenset({
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32,
     torch.float64, torch.complex64, torch.complex128,
-}  # fmt: skip
+})  # fmt: skip
 _DEPTH = 6  # of values in values
 _TINY = 1e-6  # numbers that may be nothing but rounding
 

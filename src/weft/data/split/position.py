@@ -251,20 +251,22 @@ def _start_in(state: Mapping[str, Any], reading: ReadPlan) -> str:
     return "batches" if reading.whole and "batches" in state else "samples"
 
 
-_MAY_HAVE = {
-    "samples",
-    "length",
-    "carried",
-    "carried_in",
-    "windows",
-    "first_window",
-    "source",
-    "read",
-    "ranks",
-    "order",
-    "sampler",
-    "mixture",
-}
+_MAY_HAVE = frozenset(
+    {
+        "samples",
+        "length",
+        "carried",
+        "carried_in",
+        "windows",
+        "first_window",
+        "source",
+        "read",
+        "ranks",
+        "order",
+        "sampler",
+        "mixture",
+    }
+)
 
 
 def _has_numbers(state: Mapping[str, Any], reading: ReadPlan) -> bool:

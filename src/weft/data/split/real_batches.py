@@ -30,7 +30,7 @@ __all__ = ["Arrivals", "CountedCollate", "OddBatch", "Shares", "keeps_all"]
 
 _Place = tuple[tuple[bool, Any], ...]  # a way into a batch: attributes (True) and keys
 _PROBES, _TRIED, _PAIRS, _DEEP, _SHALLOW, _WIDE = 4, 6, 3, 4, 2, 64
-_CHANGED = {dict, list}
+_CHANGED = frozenset({dict, list})
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)  # noqa: S311  (no secrets)
 
 

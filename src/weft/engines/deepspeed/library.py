@@ -1,8 +1,9 @@
 """Getting hold of DeepSpeed, and what it leaves in the process taken back.
 
 DeepSpeed is imported when the first engine is asked for and not before. What it changes outside of itself
-is put back: a variable that it sets on import, the `mpu` that `initialize` leaves behind, its log level while
-an engine is made. `LOCAL_RANK`, which it wants to read, is there for the time of the call.
+is put back: a variable that it sets on import, the `mpu` that `initialize` leaves behind; and its log level and its
+table of operations, which are others while an engine is made. `LOCAL_RANK`, which it wants to read, is there for the
+time of the call.
 """
 
 from __future__ import annotations
@@ -61,8 +62,6 @@ def deepspeed() -> Any:
     if version != _TESTED:
         why = "deepspeed 0.19: weft reaches into its optimizers, which change from version to version"
         raise _missing("does not know this version", f"deepspeed {library.__version__}", why)
-    # It would be compiled, for minutes, when the first engine is made. Messages go through torch's groups as well.
-    internals.operations.found["deepspeed_shm_comm"] = False
     return library
 
 
@@ -135,16 +134,21 @@ def quietly(local_rank: int) -> Iterator[None]:
     """Around the making of an engine: what that changes in the process is as before afterwards."""
     logger = importlib.import_module("deepspeed.utils").logger
     stack: list[Any] = internals.modules_running.found
+    operations: dict[str, bool] = internals.operations.found
     depth = len(stack)
     level, mpu, before = logger.level, getattr(*internals.mpu.home), dict(os.environ)
     loaded: Any = torch.nn.functional
     linear = loaded.linear
     handlers = list(logging.getLogger().handlers)
+    offered = operations.copy()
     logger.setLevel(max(level, logging.ERROR))
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    # It would be compiled, for minutes, when the first engine is made. Messages go through torch's groups as well.
+    operations["deepspeed_shm_comm"] = False
     try:
         yield
     finally:
+        operations |= offered
         _put_back(before)
         del stack[depth:]
         logger.setLevel(level)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from weft.interop.accelerate_script.calls import ATTRIBUTES, FUNCTIONS, HINTS, METHODS, REMARKS, Template
 from weft.interop.accelerate_script.loops import is_after_backward
@@ -24,7 +25,7 @@ __all__ = [
     "leave_scope",
 ]
 
-_DEFAULTS = {"mixed_precision": '"no"', "gradient_accumulation_steps": "1"}
+_DEFAULTS = MappingProxyType({"mixed_precision": '"no"', "gradient_accumulation_steps": "1"})
 
 
 def leave_name(draft: Draft, node: ast.Name) -> None:
@@ -287,10 +288,12 @@ def _autocast(draft: Draft, node: ast.Call) -> None:
         draft.edits.replace(node, f"torch.autocast({ctx}.device.type, {kind})")
 
 
-_CALLS: dict[str, Callable[[Draft, ast.Call], None]] = {
-    "backward": _backward,
-    "autocast": _autocast,
-    "save_state": save_state,
-    "load_state": load_state,
-    "skip_first_batches": _skip,
-}
+_CALLS: Mapping[str, Callable[[Draft, ast.Call], None]] = MappingProxyType(
+    {
+        "backward": _backward,
+        "autocast": _autocast,
+        "save_state": save_state,
+        "load_state": load_state,
+        "skip_first_batches": _skip,
+    }
+)

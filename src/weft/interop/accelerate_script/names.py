@@ -6,20 +6,23 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 __all__ = ["ROLES", "Loop", "Names", "dotted", "find_names"]
 
 # By the name of a variable, or of the function it comes from; the first that fits.
-ROLES = {
-    "scheduler": re.compile(r"sched|(^|_)lr$|LR$|warmup"),
-    "optimizer": re.compile(r"optim|^opt(_|\d|$)|Adam|SGD|RMSprop|Adagrad|LBFGS|Lion", re.IGNORECASE),
-    "loader": re.compile(r"loader|(^|_)dl(_|\d|$)", re.IGNORECASE),
-    "model": re.compile(
-        r"model|net|unet|vae|encoder|decoder|generator|discriminator|critic|actor|teacher|student|from_pretrained"
-        r"|adapter|resnet|transformer|bert|gpt|linear|sequential",
-        re.IGNORECASE,
-    ),
-}
+ROLES = MappingProxyType(
+    {
+        "scheduler": re.compile(r"sched|(^|_)lr$|LR$|warmup"),
+        "optimizer": re.compile(r"optim|^opt(_|\d|$)|Adam|SGD|RMSprop|Adagrad|LBFGS|Lion", re.IGNORECASE),
+        "loader": re.compile(r"loader|(^|_)dl(_|\d|$)", re.IGNORECASE),
+        "model": re.compile(
+            r"model|net|unet|vae|encoder|decoder|generator|discriminator|critic|actor|teacher|student|from_pretrained"
+            r"|adapter|resnet|transformer|bert|gpt|linear|sequential",
+            re.IGNORECASE,
+        ),
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from types import MappingProxyType
 
 from weft.interop.accelerate_script.calls import HINTS, KEYWORDS
 from weft.interop.accelerate_script.names import dotted
@@ -10,12 +11,14 @@ from weft.interop.accelerate_script.translation import Draft
 
 __all__ = ["PREPARE", "SETTINGS", "alone", "construct", "load_state", "own_lines", "prepare", "register", "save_state"]
 
-SETTINGS = {
-    *("ProjectConfiguration", "DataLoaderConfiguration", "GradientAccumulationPlugin"),
-    *("DistributedDataParallelKwargs", "InitProcessGroupKwargs", "DDPCommunicationHookType"),
-}
+SETTINGS = frozenset(
+    {
+        *("ProjectConfiguration", "DataLoaderConfiguration", "GradientAccumulationPlugin"),
+        *("DistributedDataParallelKwargs", "InitProcessGroupKwargs", "DDPCommunicationHookType"),
+    }
+)
 PREPARE = ("prepare", "prepare_model", "prepare_optimizer", "prepare_data_loader", "prepare_scheduler")
-_COMPRESSED = {"FP16": "torch.float16", "BF16": "torch.bfloat16"}
+_COMPRESSED = MappingProxyType({"FP16": "torch.float16", "BF16": "torch.bfloat16"})
 
 
 def construct(draft: Draft, call: ast.Call) -> None:

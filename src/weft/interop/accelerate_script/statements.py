@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from weft.interop.accelerate_script.calls import HINTS
 from weft.interop.accelerate_script.loops import drop_sync_test, is_after_backward, split_loop
@@ -91,13 +92,15 @@ def _unscale(draft: Draft, node: ast.stmt, call: ast.Call) -> None:
     draft.edits.statement(node, [], alone=alone(draft, node))
 
 
-_EXPRESSIONS: dict[str, Callable[[Draft, ast.stmt, ast.Call], None]] = {
-    "log": _log,
-    "save": _save,
-    "save_model": _save_model,
-    "unscale_gradients": _unscale,
-}
-STATEMENTS = {*PREPARE, *_EXPRESSIONS, "register_for_checkpointing", "init_trackers"} - {"save"}
+_EXPRESSIONS: Mapping[str, Callable[[Draft, ast.stmt, ast.Call], None]] = MappingProxyType(
+    {
+        "log": _log,
+        "save": _save,
+        "save_model": _save_model,
+        "unscale_gradients": _unscale,
+    }
+)
+STATEMENTS = frozenset({*PREPARE, *_EXPRESSIONS, "register_for_checkpointing", "init_trackers"}) - {"save"}
 
 
 def _step_scheduler(draft: Draft, node: ast.stmt, call: ast.Call) -> None:

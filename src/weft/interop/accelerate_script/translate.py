@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from weft.interop.accelerate_script.edits import Edits
@@ -90,22 +91,24 @@ def _walk(draft: Draft, node: ast.AST) -> None:
             leave(draft, node)
 
 
-_LEAVE: dict[Any, Callable[[Draft, Any], None]] = {
-    ast.Name: leave_name,
-    ast.arg: leave_argument,
-    ast.keyword: leave_keyword,
-    ast.Global: leave_scope,
-    ast.Nonlocal: leave_scope,
-    ast.Attribute: leave_attribute,
-    ast.Compare: leave_compare,
-    ast.Call: leave_call,
-    ast.Expr: statement,
-    ast.Assign: statement,
-    ast.If: leave_if,
-    ast.BoolOp: leave_bool,
-    ast.For: leave_for,
-    ast.With: leave_with,
-}
+_LEAVE: Mapping[Any, Callable[[Draft, Any], None]] = MappingProxyType(
+    {
+        ast.Name: leave_name,
+        ast.arg: leave_argument,
+        ast.keyword: leave_keyword,
+        ast.Global: leave_scope,
+        ast.Nonlocal: leave_scope,
+        ast.Attribute: leave_attribute,
+        ast.Compare: leave_compare,
+        ast.Call: leave_call,
+        ast.Expr: statement,
+        ast.Assign: statement,
+        ast.If: leave_if,
+        ast.BoolOp: leave_bool,
+        ast.For: leave_for,
+        ast.With: leave_with,
+    }
+)
 
 
 def _imports(draft: Draft, tree: ast.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
 from weft.launching.replicas.forms import fits
@@ -13,19 +14,21 @@ __all__ = ["Messages"]
 _NAME = 100  # characters
 _COUNT = range(2**53)
 _CODE = range(-255, 256)  # of an exit, or minus the number of a signal
-_FORMS = {
-    "ask": {"name": _NAME, "step": _COUNT, "fresh": bool, "facts": [str], "patience_s": float, "failed": bool},
-    "loop": {"name": _NAME, "rank": _COUNT, "step": _COUNT, "inside": bool, "whole": bool, "done": bool},
-    "node": {
-        "launcher": _NAME,
-        "node": (None, _COUNT),
-        "first": bool,
-        "facts": [(str, _COUNT)],
-        "replicas": [{"pids": [_COUNT], "exits": [(None, _CODE)], "stopped": bool, "trace": str}],
-        "leaving": bool,
-        "gone": bool,
-    },
-}
+_FORMS = MappingProxyType(
+    {
+        "ask": {"name": _NAME, "step": _COUNT, "fresh": bool, "facts": [str], "patience_s": float, "failed": bool},
+        "loop": {"name": _NAME, "rank": _COUNT, "step": _COUNT, "inside": bool, "whole": bool, "done": bool},
+        "node": {
+            "launcher": _NAME,
+            "node": (None, _COUNT),
+            "first": bool,
+            "facts": [(str, _COUNT)],
+            "replicas": [{"pids": [_COUNT], "exits": [(None, _CODE)], "stopped": bool, "trace": str}],
+            "leaving": bool,
+            "gone": bool,
+        },
+    }
+)
 _MOST = 10_000  # messages that are read before something else has its turn
 
 

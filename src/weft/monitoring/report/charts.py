@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from weft.monitoring.report.run import Run
@@ -18,7 +19,7 @@ PARTS = "step_s/"
 
 _MOST_LINES = 16  # in one chart; of more, as of a thousand ranks, the highest, the median and the lowest are drawn
 _MOST_POINTS, _FEWEST_POINTS, _ALL_POINTS = 2000, 50, 200_000  # of a line; of a page
-_FULL_NAMES = {"lr": "Learning rate", "mfu": "Model FLOPs utilization", PARTS: "Parts of a step"}
+_FULL_NAMES = MappingProxyType({"lr": "Learning rate", "mfu": "Model FLOPs utilization", PARTS: "Parts of a step"})
 _MOST_LOST = 200  # values of a line that are not finite and marked
 
 Chart = dict[str, Any]

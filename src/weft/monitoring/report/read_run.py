@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from weft.monitoring.report.lost_replicas import replica_rows
@@ -26,7 +27,7 @@ __all__ = ["EXPLAIN", "read"]
 
 # What comes from outside may be of any form: nothing is shown of it then, and the page is made of the rest.
 _WRONG = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, csv.Error)
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_NOT_FINITE = MappingProxyType({"nan": math.nan, "inf": math.inf, "-inf": -math.inf})
 _REHEARSAL = '"format": "weft rehearsal 1"'  # how the file begins
 _ELASTIC = "elastic"  # what `weft launch --events` writes of a quorum
 EXPLAIN, PROGRAM = "explain", "program"  # texts that `log_start` writes

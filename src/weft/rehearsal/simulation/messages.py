@@ -7,6 +7,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,36 +20,40 @@ from weft.rehearsal.messages import Message, sent_bytes
 __all__ = ["Traffic", "functional_spaces"]
 
 # Operations of torch that are messages: what they are, and which argument is what all ranks have together.
-_REAL = {
-    "allreduce_": ("all_reduce", 0),
-    "allreduce_coalesced_": ("all_reduce", 0),
-    "broadcast_": ("broadcast", 0),
-    "reduce_": ("reduce", 0),
-    "allgather_": ("all_gather", 0),
-    "allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "reduce_scatter_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "alltoall_": ("all_to_all", 1),
-    "alltoall_base_": ("all_to_all", 1),
-    "gather_": ("gather", 1),
-    "scatter_": ("scatter", 0),
-    "send": ("send", 0),
-    "recv_": ("recv", 0),
-    "barrier": ("barrier", 0),
-}
-_FUNCTIONAL = {
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "broadcast_": "broadcast",
-}
+_REAL = MappingProxyType(
+    {
+        "allreduce_": ("all_reduce", 0),
+        "allreduce_coalesced_": ("all_reduce", 0),
+        "broadcast_": ("broadcast", 0),
+        "reduce_": ("reduce", 0),
+        "allgather_": ("all_gather", 0),
+        "allgather_into_tensor_coalesced_": ("all_gather", 0),
+        "reduce_scatter_": ("reduce_scatter", 1),
+        "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+        "alltoall_": ("all_to_all", 1),
+        "alltoall_base_": ("all_to_all", 1),
+        "gather_": ("gather", 1),
+        "scatter_": ("scatter", 0),
+        "send": ("send", 0),
+        "recv_": ("recv", 0),
+        "barrier": ("barrier", 0),
+    }
+)
+_FUNCTIONAL = MappingProxyType(
+    {
+        "all_reduce": "all_reduce",
+        "all_reduce_": "all_reduce",
+        "all_reduce_coalesced": "all_reduce",
+        "all_gather_into_tensor": "all_gather",
+        "all_gather_into_tensor_out": "all_gather",
+        "all_gather_into_tensor_coalesced": "all_gather",
+        "reduce_scatter_tensor": "reduce_scatter",
+        "reduce_scatter_tensor_coalesced": "reduce_scatter",
+        "all_to_all_single": "all_to_all",
+        "broadcast": "broadcast",
+        "broadcast_": "broadcast",
+    }
+)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -12,11 +13,13 @@ from weft.errors import value_error
 __all__ = ["styles_inside"]
 
 # What is low-rank stays whole between the two halves of an adapter. As "sequence" it may run on a part of the sequence.
-_HALVES = {
-    "column": {"lora_A": "sequence", "lora_B": "column"},
-    "gather": {"lora_A": "sequence", "lora_B": "gather"},
-    "row": {"lora_A": "row", "lora_B": "sequence"},
-}
+_HALVES = MappingProxyType(
+    {
+        "column": {"lora_A": "sequence", "lora_B": "column"},
+        "gather": {"lora_A": "sequence", "lora_B": "gather"},
+        "row": {"lora_A": "row", "lora_B": "sequence"},
+    }
+)
 
 
 def styles_inside(name: str, part: nn.Module, style: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -19,17 +20,21 @@ __all__ = ["Styles", "check_hooks", "check_sequence", "check_sizes", "check_ties
 
 Styles = dict[str, Any]  # name of a part to its style: a word, or a ParallelStyle of torch
 _WHAT = "tensor_parallel"
-_KINDS: dict[str, tuple[type[nn.Module], ...]] = {
-    "column": (nn.Linear,),
-    "row": (nn.Linear,),
-    "gather": (nn.Linear,),
-    "vocab": (nn.Embedding, nn.Linear),
-}
-_HEADS = {
-    *("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads"),
-    *("n_kv_head", "kv_heads", "heads", "nhead", "nheads", "n_local_heads"),
-}
-_HEAD_SIZES = {"head_dim", "head_size", "dim_head", "d_head", "attention_head_size", "hd"}
+_KINDS: Mapping[str, tuple[type[nn.Module], ...]] = MappingProxyType(
+    {
+        "column": (nn.Linear,),
+        "row": (nn.Linear,),
+        "gather": (nn.Linear,),
+        "vocab": (nn.Embedding, nn.Linear),
+    }
+)
+_HEADS = frozenset(
+    {
+        *("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads"),
+        *("n_kv_head", "kv_heads", "heads", "nhead", "nheads", "n_local_heads"),
+    }
+)
+_HEAD_SIZES = frozenset({"head_dim", "head_size", "dim_head", "d_head", "attention_head_size", "hd"})
 
 
 def styles_of(module: nn.Module, plan: Mapping[str, Any] | str) -> Styles:

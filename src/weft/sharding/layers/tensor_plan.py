@@ -15,6 +15,7 @@ Gradients of the last two are added up over the ranks wherever each has seen a p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -29,16 +30,18 @@ __all__ = ["STYLES", "TensorPlan", "parts_of", "pattern_of", "plan_line", "tenso
 STYLES = ("column", "row", "sequence", "vocab", "replicate", "gather")
 
 # The words of transformers, in ours; what is missing here is left out.
-_WORDS = {
-    "colwise": "column",
-    "rowwise": "row",
-    "colwise_gather_output": "gather",
-    "colwise_rep": "gather",
-    "embedding_rowwise": "vocab",
-    "vocab": "vocab",
-    "replicated_with_grad_allreduce": "replicate",
-    "sequence_parallel": "sequence",
-}
+_WORDS = MappingProxyType(
+    {
+        "colwise": "column",
+        "rowwise": "row",
+        "colwise_gather_output": "gather",
+        "colwise_rep": "gather",
+        "embedding_rowwise": "vocab",
+        "vocab": "vocab",
+        "replicated_with_grad_allreduce": "replicate",
+        "sequence_parallel": "sequence",
+    }
+)
 
 
 class TensorPlan(Mapping[str, str]):

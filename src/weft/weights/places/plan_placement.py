@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -21,8 +22,10 @@ from weft.weights.places.place_units import PlaceUnit, classes_within, place_uni
 
 __all__ = ["PlacedUnit", "PlacementPlan", "plan_placement"]
 
-_FACTORS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_FACTORS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_FACTORS = MappingProxyType(
+    {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    | {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+)
 _ENDLESS = 2**62
 
 

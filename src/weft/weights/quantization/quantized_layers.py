@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,14 @@ from weft.errors import MissingExtra, value_error
 
 __all__ = ["Quantizer", "quantizer"]
 
-_ENGINES = {
-    "nf4": ("bitsandbytes",),
-    "fp4": ("bitsandbytes",),
-    "int8": ("torchao", "bitsandbytes"),
-    "float8": ("torchao",),
-}
+_ENGINES = MappingProxyType(
+    {
+        "nf4": ("bitsandbytes",),
+        "fp4": ("bitsandbytes",),
+        "int8": ("torchao", "bitsandbytes"),
+        "float8": ("torchao",),
+    }
+)
 
 
 class Quantizer(NamedTuple):

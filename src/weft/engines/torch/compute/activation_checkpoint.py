@@ -14,6 +14,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -40,11 +41,13 @@ __all__ = [
 ]
 
 # Composite operations, by what they come down to below autograd.
-_GROUPS: dict[str, tuple[Any, ...]] = {
-    "matmul": ("mm", "addmm", "bmm", "baddbmm", torch_internals.SCALED_PRODUCT_OP),
-    "attention": torch_internals.ATTENTION_OPS,
-    "convolution": ("convolution",),
-}
+_GROUPS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "matmul": ("mm", "addmm", "bmm", "baddbmm", torch_internals.SCALED_PRODUCT_OP),
+        "attention": torch_internals.ATTENTION_OPS,
+        "convolution": ("convolution",),
+    }
+)
 
 
 class Recomputed:

@@ -7,6 +7,8 @@ Shapes: x [N, C, ...]; statistics [C].
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,11 +76,13 @@ class SyncBatchNorm3d(_OverRanks, nn.BatchNorm3d):
     """`BatchNorm3d` over all ranks."""
 
 
-_TWINS: dict[type[nn.Module], type[_OverRanks]] = {
-    nn.BatchNorm1d: SyncBatchNorm1d,
-    nn.BatchNorm2d: SyncBatchNorm2d,
-    nn.BatchNorm3d: SyncBatchNorm3d,
-}
+_TWINS: Mapping[type[nn.Module], type[_OverRanks]] = MappingProxyType(
+    {
+        nn.BatchNorm1d: SyncBatchNorm1d,
+        nn.BatchNorm2d: SyncBatchNorm2d,
+        nn.BatchNorm3d: SyncBatchNorm3d,
+    }
+)
 
 
 class Synchronized:

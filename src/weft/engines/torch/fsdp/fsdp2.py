@@ -67,7 +67,7 @@ class ShardedModule(Strategy):
         self._units = Units(module, mesh, options, self._removable)
         hooks: dict[str, Any] = {"before": self._before, "after": self._after, "around": self._around}
         attach(module, self._removable, **hooks, methods=options.methods, first=True, always=True)
-        check_reads()
+        self._removable.add(check_reads().release)
         refuse_copies(self._what, module, self._removable)
         self._refused = Removable()  # of parts, until the module is called
         self._removable.add(self._refused.remove)

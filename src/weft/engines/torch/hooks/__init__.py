@@ -5,7 +5,7 @@ backward_session.py     when a backward pass enters a module, and when it has en
 parameter_watch.py      parameters that were added, frozen or unfrozen
 parameter_reads.py      a sharded parameter that is read outside its unit
 shared_buffers.py       buffers that get the first rank's values
-every_optimizer.py      functions before each step of every optimizer
+every_optimizer.py      hooks on the steps of all optimizers
 first_steps.py          mistakes that are in a program from its first step on
 past_forward.py         the error for gradients that came through another method
 function_transforms.py  inside `torch.func`

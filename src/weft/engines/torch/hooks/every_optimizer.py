@@ -1,69 +1,78 @@
-"""Functions that run before each step of every optimizer, as long as what they belong to lives.
+"""Hooks on the steps of all optimizers, for what looks for ones that nobody has named; each belongs to one object.
 
-Meanwhile the versions of parameters tell of every step: torch's fused kernels leave them as they are.
-
-torch iterates over its global hooks while these run, and an object may be collected in the middle of that. Taking a
-hook off then makes the step of somebody's optimizer raise "OrderedDict mutated during iteration". So there is one
-hook for all functions: the end of an object makes it forget a function, and only a call takes it off, outside of steps.
+torch iterates over its table of these hooks while they run: an entry that goes meanwhile makes the step of somebody's
+optimizer raise "OrderedDict mutated during iteration". Objects may be collected at any time, also in a hook, or in
+another thread. So a collected object leaves an entry that does nothing. Only calls of the program change the table:
+those that make or end a hook, which take off such entries as well. As with torch's own handles, these are not for
+hooks of optimizers, and not for one thread while another one steps.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-__all__ = ["before_every_step", "take_off_unless_used"]
+from weft.torch_internals import ALL_STEP_POST_HOOKS, ALL_STEP_PRE_HOOKS
 
-Run = Callable[[torch.optim.Optimizer, Any, Any], None]
+__all__ = ["StepHook", "after_every_step", "before_every_step"]
 
-_running: dict[int, Run] = {}
-_numbers = itertools.count()
-_hooks: list[RemovableHandle] = []  # two, or none
+T = TypeVar("T")
+Run = Callable[[T, torch.optim.Optimizer], None]
 
 
-def before_every_step(owner: object, run: Run) -> Callable[[], None]:
+class StepHook(Generic[T]):
+    """An entry in torch's table of hooks, as long as its owner lives."""
+
+    def __init__(self, owner: T, run: Run[T], register: Callable[[Any], Any]) -> None:
+        self._run: Run[T] | None = run
+        self._owner = weakref.ref(owner, self._forget)
+        self._handle = register(self)
+        _sweep()
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """A step of any optimizer."""
+        owner, run = self._owner(), self._run
+        if owner is not None and run is not None:
+            run(owner, optimizer)
+
+    def release(self) -> None:
+        """Take the hook off."""
+        self._run = None
+        _sweep()
+
+    def _forget(self, owner: object) -> None:
+        self._run = None
+
+    def remove_if_done(self) -> None:
+        """Take the hook off if it does nothing any more."""
+        if self._run is None:
+            self._handle.remove()
+
+
+def _sweep() -> None:
+    for table in (ALL_STEP_PRE_HOOKS, ALL_STEP_POST_HOOKS):
+        for hook in list(table.found.values()):
+            if isinstance(hook, StepHook):
+                hook.remove_if_done()
+
+
+def before_every_step(owner: T, run: Run[T]) -> StepHook[T]:
     """Call a function before each step of every optimizer of this process.
 
     Args:
-        owner: As long as it lives; the function does not keep it alive.
-        run: Gets the optimizer, and the arguments of its step.
+        owner: As long as it lives.
+        run: Gets the owner, which it does not keep alive, and the optimizer; asks first whether that one concerns it.
 
     Returns:
-        What ends that sooner; not to be called in a step.
+        The hook; the owner ends it with its own end.
     """
-    number = next(_numbers)
-    _running[number] = run
-    weakref.finalize(owner, _running.pop, number, None).atexit = False
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_run_all))
-        _hooks.append(register_optimizer_step_post_hook(_note_fused))
-
-    def end() -> None:
-        _running.pop(number, None)
-        take_off_unless_used()
-
-    return end
+    return StepHook(owner, run, register_optimizer_step_pre_hook)
 
 
-def take_off_unless_used() -> None:
-    """Take the hooks off torch if no function is left; not to be called in a step."""
-    while not _running and _hooks:
-        _hooks.pop().remove()
-
-
-def _run_all(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for run in list(_running.values()):
-        run(optimizer, args, kwargs)
-
-
-def _note_fused(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    fused = (entry["params"] for entry in optimizer.param_groups if entry.get("fused"))
-    stepped = [p for parameters in fused for p in parameters if p.grad is not None]
-    if stepped:
-        torch.autograd.graph.increment_version(stepped)
+def after_every_step(owner: T, run: Run[T]) -> StepHook[T]:
+    """As `before_every_step`, after each step."""
+    return StepHook(owner, run, register_optimizer_step_post_hook)

@@ -21,7 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
 from weft.engines.peers import Peers
-from weft.engines.torch.hooks.every_optimizer import before_every_step
+from weft.engines.torch.hooks.every_optimizer import after_every_step, before_every_step
 from weft.engines.torch.optim.closures import replace_closure
 from weft.engines.torch.parts.no_file import refuse_optimizer_file
 from weft.errors import ContractError, NotSynchronized, listed
@@ -98,7 +98,11 @@ class Steps:
         self._searches_left = _MAX_SEARCHES
         self._looked = False
         self._version = self._number = 0  # of a parameter, and of steps, at the last look
-        self._ignore_all_steps = None if module is None else _see_all_steps(self, module)
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._module = None if module is None else weakref.ref(module)
+        self._hooks = (
+            () if module is None else (before_every_step(self, Steps._see), after_every_step(self, Steps._note_fused))
+        )
 
     def search(self, parameters: Iterable[nn.Parameter]) -> None:
         """Find the optimizers that hold `parameters`, all those of the strategy."""
@@ -167,9 +171,29 @@ class Steps:
             for handle in seen.handles:
                 handle.remove()
         self._seen.clear()
-        if self._ignore_all_steps is not None:
-            self._ignore_all_steps()
+        for hook in self._hooks:
+            hook.release()
         self._group = None
+
+    def _see(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer is about to step: attach it before its first step, if it holds parameters of the module."""
+        module = None if self._module is None else self._module()
+        if module is None:
+            return
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            wanted = {id(p) for p in module.parameters()}
+            if any(id(p) in wanted for entry in optimizer.param_groups for p in entry["params"]):
+                self.attach(optimizer)
+            else:
+                self.check_other(optimizer, module)
+        self.arrange(optimizer)
+
+    def _note_fused(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the versions of parameters tell of every step of ours: torch's fused kernels leave them as they are."""
+        if optimizer in self._seen:
+            fused = (entry["params"] for entry in optimizer.param_groups if entry.get("fused"))
+            torch.autograd.graph.increment_version([p for held in fused for p in held if p.grad is not None])
 
     def _refuse_file(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         refuse_optimizer_file(self._what, optimizer, state)
@@ -222,27 +246,6 @@ class _Seen:
 
     handles: tuple[RemovableHandle, ...] = ()
     steps: int = 0
-
-
-def _see_all_steps(steps: Steps, module: nn.Module) -> Callable[[], Any]:
-    """Attach the optimizers that hold parameters of the module, each before its first step; returns what ends that."""
-    to, of = weakref.ref(steps), weakref.ref(module)
-    known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-    def step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        watching, whole = to(), of()
-        if watching is None or whole is None:
-            return
-        if optimizer not in known:
-            known.add(optimizer)
-            wanted = {id(p) for p in whole.parameters()}
-            if any(id(p) in wanted for entry in optimizer.param_groups for p in entry["params"]):
-                watching.attach(optimizer)
-            else:
-                watching.check_other(optimizer, whole)
-        watching.arrange(optimizer)
-
-    return before_every_step(steps, step)
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:

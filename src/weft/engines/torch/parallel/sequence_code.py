@@ -17,8 +17,10 @@ from torch import nn
 
 __all__ = ["attention_modules", "makes_masks", "takes"]
 
-_CAUGHT = {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"}  # the second: of transformers, for "sdpa"
-_MASKS = {"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"}
+_CAUGHT = frozenset(
+    {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"}
+)  # the second: of transformers, for "sdpa"
+_MASKS = frozenset({"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"})
 
 
 def attention_modules(module: nn.Module) -> dict[str, nn.Module]:

@@ -76,10 +76,9 @@ class TensorParallelModule(Strategy):
         self.probes: tuple[Probe, ...] = (self._units,)
         if options.blocks:
             self.probes += (BetweenBlocks(module, mesh, group, options),)
-        check_reads()
+        self._removable.add(check_reads().release)
         refuse_states(self._what, module, self._removable)
-        gradients = PartGradients(self._what, module, CutLayerGradient)
-        self._removable.add(gradients.undo)
+        self._gradients = gradients = PartGradients(self._what, module, CutLayerGradient)
 
         def follow(module: nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_compiling():  # what is compiled is one graph; clipping is torch's error then
@@ -151,6 +150,11 @@ class TensorParallelModule(Strategy):
         for name, p in part.named_parameters():
             p.requires_grad_(trained[name])
         self._removable.add(lambda: take_off(before))
+
+    def release(self) -> None:
+        """Let the process group go; backward raises from now on."""
+        super().release()
+        self._gradients.release()
 
     def undo(self) -> None:
         """Make the layers whole. Collectives: one all-gather per cut parameter."""

@@ -7,7 +7,6 @@ gathered copy: what is written into it changes nothing, without an error. Both a
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,6 @@ _FIX = (
     "whole = tensor.full_tensor()  # on all ranks; to change it, under no_grad: whole[0] = 0; tensor.copy_(whole); "
     "parameters also: with weft.full_params(model, ctx, write=True), torch.no_grad(): ..."
 )
-_COPIES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # memory of gathered slices
 
 
 def watched(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,8 +30,7 @@ def watched(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def run(op: Any, args: Any, *more: Any) -> Any:
         kwargs = more[0] if more and isinstance(more[0], dict) else {}
-        if _COPIES:
-            check_written(op, args, kwargs)
+        check_written(op, args, kwargs)
         _check_terms(op, args)
         try:
             found = call(op, args, *more)
@@ -110,7 +107,7 @@ def check_written(op: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if not op._schema.is_mutable:
         return
     for tensor in _written(op, args, kwargs):
-        if is_sharded(tensor) and _memory(tensor)._cdata in _COPIES:
+        if is_sharded(tensor) and hasattr(_memory(tensor), "weft_copy"):
             raise ContractError(
                 f"{op}: a slice of a tensor that is cut over ranks is written, which changes a copy",
                 found=f"{_described(tensor)}, gathered from the ranks that have it",
@@ -132,7 +129,7 @@ def _note(base: Any, found: Any) -> None:
         if isinstance(part, torch.Tensor) and is_sharded(base):
             memory = _memory(part)
             if memory._cdata != _memory(base)._cdata and memory.device.type != "meta":  # nor what a compiler traces
-                _COPIES[memory._cdata] = memory
+                memory.weft_copy = True
 
 
 def _memory(tensor: Any) -> Any:

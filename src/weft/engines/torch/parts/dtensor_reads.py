@@ -2,12 +2,21 @@
 
 `float(p.grad.norm())` of a sharded parameter is the norm of this rank's shard, and no error of torch's; and
 `p.copy_(whole)`, as in `load_state_dict`, is "got mixed torch.Tensor and DTensor". They are found where torch
-dispatches them, whoever has made the DTensor; so is what torch refuses or loses otherwise, see `dtensor_operations`.
+dispatches them; so is what torch refuses or loses otherwise, see `dtensor_operations`.
+
+[Note: whose DTensors] torch dispatches all DTensors of a process in one place, so the checks are there while a strategy
+that cuts parameters lives, and what they replace is put back with the last one. Meanwhile they see every DTensor, also
+one that the program has made by itself. Whose it is cannot be told: results of operations have meshes that torch
+derives from those of their operands, which may be the program's as well, and meshes that are equal are one. On such a
+DTensor they do the same: what torch would answer with a part of the number, or lose, or crash on, raises, and what
+torch refuses without saying why may be copied or is explained. Numbers that are right stay what they are.
 """
 
 from __future__ import annotations
 
-import functools
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +39,78 @@ _STEPS = (
 _OF_MEMORY = ("tolist", "numpy", "__format__", "__dlpack__", "storage", "share_memory_", "apply_", "map_", "map2_")
 
 
-@functools.cache
-def check_reads() -> None:
-    """Check them from now on, in this process; for whoever makes the first DTensor."""
+class _Held:
+    """Checks for one strategy, until it is collected or releases them."""
+
+    def __init__(self) -> None:
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second)
+
+        dispatcher: Any = DTensor._op_dispatcher
+        checks = vars(dispatcher).get("weft_checks") or _Checks(dispatcher)
+        checks.enter(id(self))
+        self._leave = weakref.finalize(self, checks.leave, id(self))
+        self._leave.atexit = False
+
+    def release(self) -> None:
+        self._leave()  # once
+
+
+class _Checks:
+    """What was replaced, and for whom; kept at torch's dispatcher."""
+
+    def __init__(self, dispatcher: Any) -> None:
+        self._dispatcher = dispatcher
+        self._users: set[int] = set()
+        self._undo: list[Callable[[], None]] = []
+
+    def enter(self, user: int) -> None:
+        self._users.add(user)  # first: the last other one may be collected here
+        if not self._undo:
+            self._dispatcher.weft_checks = self
+            self._undo = _replaced(self._dispatcher)
+
+    def leave(self, user: int) -> None:
+        self._users.discard(user)
+        if not self._users:
+            vars(self._dispatcher).pop("weft_checks", None)
+            while self._undo:
+                self._undo.pop()()
+
+
+def check_reads() -> _Held:
+    """Check them as long as what is returned lives and is not released; see [Note: whose DTensors]."""
+    return _Held()
+
+
+def _replaced(dispatcher: Any) -> list[Callable[[], None]]:
+    """Replace functions of torch by those that check; what puts each back."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second)
+
+    handlers = dispatcher._custom_op_handlers
+    tables: list[tuple[Callable[[], Any], Callable[..., None], Callable[..., None]]] = [
+        (lambda: handlers, handlers.__setitem__, handlers.__delitem__),
+        *((partial(vars, owner), partial(setattr, owner), partial(delattr, owner)) for owner in (dispatcher, DTensor)),
+    ]
+    before = [dict(read()) for read, *_ in tables]
+    _replace()
+    undo: list[Callable[[], None]] = []
+    for table, old in zip(tables, before, strict=True):
+        new = {name: value for name, value in table[0]().items() if old.get(name) is not value}
+        undo += [partial(_put_back, table, name, value, old.get(name)) for name, value in new.items()]
+    return undo
+
+
+def _put_back(table: Any, name: Any, ours: Any, before: Any) -> None:
+    read, write, remove = table
+    if read().get(name) is not ours:
+        return  # somebody has replaced that, and may call it
+    if before is None:
+        remove(name)
+    else:
+        write(name, before)
+
+
+def _replace() -> None:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second)
 
     dispatcher: Any = DTensor._op_dispatcher

@@ -6,7 +6,6 @@ Until then `model.parameters()` holds the gathered copies, and what is written i
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,15 +19,14 @@ from weft.tensors.dtensor import groups_of, is_sharded, local
 
 __all__ = ["check_left", "drop_gathered", "free_left", "note_left"]
 
-_Versions = tuple[int, int, int]
-_left: weakref.WeakKeyDictionary[Any, list[_Versions]] = weakref.WeakKeyDictionary()  # by FSDP2's groups
+_Versions = tuple[int, int, int]  # those of what a group has left are its `weft_left`
 
 
 @torch._disable_dynamo
 def note_left(groups: Iterable[Any]) -> None:
     """These groups stay gathered for a backward pass."""
     for one in groups:
-        _left[one] = [_versions(p) for p in one.fsdp_params]
+        one.weft_left = [_versions(p) for p in one.fsdp_params]
 
 
 @torch._disable_dynamo
@@ -39,8 +37,8 @@ def check_left(groups: Iterable[Any]) -> None:
         ContractError: They were; they are freed.
     """
     lost = []
-    for one in [one for one in groups if one in _left]:
-        changed = [] if one.is_sharded else _changed(one, _left[one])
+    for one in [one for one in groups if hasattr(one, "weft_left")]:
+        changed = [] if one.is_sharded else _changed(one, one.weft_left)
         if changed:
             one.reshard()
         lost += changed
@@ -55,8 +53,8 @@ def free_left(groups: Iterable[Any]) -> None:
         ContractError: The copies were written to; they are freed all the same.
     """
     lost = []
-    for one in [one for one in groups if one in _left]:
-        before = _left.pop(one)
+    for one in [one for one in groups if hasattr(one, "weft_left")]:
+        before = vars(one).pop("weft_left")
         if not one.is_sharded:
             lost += _changed(one, before) or [p for p, v in zip(one.fsdp_params, before, strict=True) if _differs(p, v)]
             one.reshard()

@@ -39,8 +39,7 @@ class PartGradients:
         self._there: list[Elsewhere] = []
         self._backward = -1  # the last one that was seen
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        run = weakref.WeakMethod(self._hide)
-        self.undo = before_every_step(self, lambda *args: hide(*args) if (hide := run()) is not None else None)
+        self.release = before_every_step(self, PartGradients._hide).release
 
     @torch._disable_dynamo
     def follow(self, output: object) -> None:
@@ -70,7 +69,7 @@ class PartGradients:
                 if type(p.grad) is self._cut.__base__:
                     p.grad.__class__ = self._cut
 
-    def _hide(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _hide(self, optimizer: torch.optim.Optimizer) -> None:
         module = self._module()
         ours = set() if module is None else set(map(id, module.parameters()))
         held = [p for entry in optimizer.param_groups for p in entry["params"] if id(p) in ours]

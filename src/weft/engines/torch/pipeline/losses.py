@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ __all__ = ["FORMS", "Loss", "Result", "check_whole", "combined", "loss_of", "sha
 LossFunction = Callable[[Any, Any], Any]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_ROUNDING = dict(zip(_DTYPES, (1e-11, 1e-5, 1e-2, 2e-3), strict=True))
+_ROUNDING = MappingProxyType(dict(zip(_DTYPES, (1e-11, 1e-5, 1e-2, 2e-3), strict=True)))
 FORMS = ("tensor", "output", "dict")
 
 

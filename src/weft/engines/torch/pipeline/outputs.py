@@ -16,7 +16,7 @@ from weft.tensors.nested import map_tensors, tensors
 
 __all__ = ["as_output", "form_of", "join", "joined", "row_dims", "sendable"]
 
-_SENT = {"form", "is_sum", "values"}
+_SENT = frozenset({"form", "is_sum", "values"})
 
 
 def sendable(output: Any, loss: Loss | None, *, is_sum: bool) -> Any:

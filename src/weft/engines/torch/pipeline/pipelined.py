@@ -93,7 +93,6 @@ class PipelinedModule:
         self._broke_off = ""  # the error with which a call ended in between
         self._calls = 0
         self._part_gradients = PartGradients("pipeline", module)
-        self._removable.add(self._part_gradients.undo)
         refuse_states("pipeline", module, self._removable)
         around: Any = torch.compiler.disable(self._around)
         attach(module, self._removable, around=around, methods=["forward"])
@@ -107,6 +106,7 @@ class PipelinedModule:
         """Let the process group go."""
         self._schedules.clear()
         self._aliases.forget()
+        self._part_gradients.release()
 
     # -- calls -----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ looped BFS: Lamy-Poirier, 2023; zero bubble: Qi et al., 2024; DualPipeV: DeepSee
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,15 +39,17 @@ class Kind(NamedTuple):
     in_rounds: bool = False
 
 
-SCHEDULES: Mapping[str, Kind] = {
-    "1f1b": Kind("Schedule1F1B", min_micro=True),
-    "gpipe": Kind("ScheduleGPipe"),
-    "interleaved_1f1b": Kind("ScheduleInterleaved1F1B", None, in_rounds=True),
-    "looped_bfs": Kind("ScheduleLoopedBFS", None),
-    "interleaved_zero_bubble": Kind("ScheduleInterleavedZeroBubble", None, in_rounds=True),
-    "zbv_zero_bubble": Kind("ScheduleZBVZeroBubble", 2, is_v=True),
-    "dualpipe_v": Kind("ScheduleDualPipeV", 2, is_v=True, min_micro=True),
-}
+SCHEDULES: Mapping[str, Kind] = MappingProxyType(
+    {
+        "1f1b": Kind("Schedule1F1B", min_micro=True),
+        "gpipe": Kind("ScheduleGPipe"),
+        "interleaved_1f1b": Kind("ScheduleInterleaved1F1B", None, in_rounds=True),
+        "looped_bfs": Kind("ScheduleLoopedBFS", None),
+        "interleaved_zero_bubble": Kind("ScheduleInterleavedZeroBubble", None, in_rounds=True),
+        "zbv_zero_bubble": Kind("ScheduleZBVZeroBubble", 2, is_v=True),
+        "dualpipe_v": Kind("ScheduleDualPipeV", 2, is_v=True, min_micro=True),
+    }
+)
 
 
 def stages_per_rank(schedule: str) -> int:

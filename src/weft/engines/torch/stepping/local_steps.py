@@ -110,7 +110,7 @@ class LocalSteps:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        self._unwatch = before_every_step(self, _check_own(weakref.ref(self)))
+        self._every_step = before_every_step(self, LocalSteps._check_own)
 
     # -- steps
 
@@ -128,7 +128,7 @@ class LocalSteps:
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(self._hooks[1].id)  # after those that gather what was stepped in parts
 
-    def check_own(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_own(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if the optimizer about to step is another one, and would train the module without an exchange."""
         module = self._module()
         if module is None or self._group is None or optimizer is self._optimizer():
@@ -282,23 +282,14 @@ class LocalSteps:
 
     def release(self) -> None:
         """Let the process group go."""
+        self._every_step.release()
         self._group, self._peers = None, None
 
     def undo(self) -> None:
         """Take the hooks off."""
-        self._unwatch()
         for hook in self._hooks:
             hook.remove()
         self.release()
-
-
-def _check_own(owner: weakref.ref[LocalSteps]) -> Callable[..., None]:
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        alive = owner()
-        if alive is not None:
-            alive.check_own(optimizer)
-
-    return check
 
 
 def check_same_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -8,7 +8,7 @@ axis: the all-to-all's backward has brought them. Numbers are those of one proce
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -71,10 +71,9 @@ class DividedExperts:
             module, {p: cast("nn.Parameter", empty_elsewhere(p)) for e in elsewhere for p in e.parameters()}
         )
         units: dict[str, nn.Module] = dict(packed)
-        check_reads()
+        self._removable.add(check_reads().release)
         refuse_states("expert_parallel", module, self._removable)
-        gradients = PartGradients("expert_parallel", module)
-        self._removable.add(gradients.undo)
+        self._gradients = gradients = PartGradients("expert_parallel", module)
         layers: dict[str, StackedExperts | ListedExperts] = {}
         owners: dict[str, int | None] = dict.fromkeys(self._packed)
         routing = {called_around(module, name.rpartition(".")[0]) for name in packed}
@@ -101,9 +100,9 @@ class DividedExperts:
         refuse_local_losses("expert_parallel", module, self._removable)
         refuse_torch_func("expert_parallel", module, self._removable)
         self._hooks: list[RemovableHandle] = []
-        self._removable.add(before_every_step(self, _before_step(weakref.ref(self))))
+        self._every_step = before_every_step(self, DividedExperts._before_step)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps, which no strategy may see: the ranks of the axis can have the same batches."""
         module = self._module()
         held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
@@ -114,6 +113,8 @@ class DividedExperts:
     def release(self) -> None:
         """Let the process group go."""
         self._line.release()
+        self._every_step.release()
+        self._gradients.release()
 
     def undo(self) -> None:
         """Give every rank all experts again. Collectives: an all-gather per stacked parameter, a broadcast per rank."""
@@ -139,15 +140,6 @@ class DividedExperts:
         broadcast(list(whole.values()), self._line.group, owner)
         if not own:
             replace_parameters(module, whole)
-
-
-def _before_step(divided: weakref.ref[DividedExperts]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
-    def step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        alive = divided()
-        if alive is not None:
-            alive.before_step(optimizer)
-
-    return step
 
 
 def _owners(module: nn.Module, name: str, ranks: int) -> dict[nn.Module, int]:
