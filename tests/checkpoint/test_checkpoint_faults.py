@@ -328,7 +328,7 @@ def test_without_xxhash_files_are_hashed_by_sha256_and_others_say_what_to_instal
     assert entry == {"bytes": entry["bytes"], "sha256": hashlib.sha256(_file(slow).read_bytes()).hexdigest()}
     assert _restored(tmp_path / "slow").step == 1
     with pytest.raises(
-        weft.errors.MissingExtra, match=r"xxhash, which is not installed(.|\n)*pip install 'weft\[checkpoint\]'"
+        weft.errors.MissingExtra, match=r"xxhash, which is not installed(.|\n)*pip install 'torchweft\[checkpoint\]'"
     ):
         weft.checkpoint.verify(fast)
     state = _build(weft.local(), -1)

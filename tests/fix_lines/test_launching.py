@@ -35,7 +35,7 @@ def weft_(line, *more):
 
 def extra(line):
     """The packages of an extra of weft that `pip install` is told."""
-    name = re.fullmatch(r"pip install 'weft\[(\w+)\]'", line)[1]
+    name = re.fullmatch(r"pip install 'torchweft\[(\w+)\]'", line)[1]
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][name]
 
 
