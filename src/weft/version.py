@@ -1,16 +1,34 @@
-"""The version of weft, which ranks compare when they start; and whether another package named weft lies over it."""
+"""The version of weft, which ranks compare when they start; what it is tested with; and what lies over its files."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from weft.errors import message
 
-__all__ = ["__version__", "refuse_other_packages"]
+__all__ = ["TESTED_PYTHON", "TESTED_TORCH", "__version__", "newer_torch", "refuse_other_packages"]
 
 __version__ = "0.3.0.dev0"
 
+# README, the guides, the workflows and pyproject.toml name these, and a test compares them.
+TESTED_PYTHON = ("3.11", "3.12", "3.13")
 TESTED_TORCH = ("2.9.0", "2.13.0", "2.14.1")
+
+
+def newer_torch(installed: str) -> str:
+    """What there is to say of a torch that is newer than all that weft is tested with; empty if this one is not."""
+    newest = TESTED_TORCH[-1]
+    if _numbers(installed) <= _numbers(newest):
+        return ""
+    return (
+        f"torch {installed} is newer than those weft was tested with, up to {newest}: "
+        f"if something fails that plain torch can do, pip install 'torch=={newest}'"
+    )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def refuse_other_packages(folder: Path) -> None:

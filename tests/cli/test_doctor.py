@@ -22,6 +22,7 @@ from weft.cli.doctor import (
     numa_nodes,
 )
 from weft.cli.rank_checks import CHECKS
+from weft.version import newer_torch
 
 
 def _doctor(*arguments, **variables):
@@ -122,6 +123,11 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 def test_an_old_torch_is_named(monkeypatch):
     monkeypatch.setattr("torch.__version__", "2.8.1+cpu")
     assert _versions().state == "FAIL" and _versions().step == "pip install 'torch>=2.9'"
+
+
+def test_a_torch_newer_than_the_tested_ones_is_noted(monkeypatch):
+    monkeypatch.setattr("torch.__version__", "99.0.0+cpu")
+    assert _versions().state == "note" and _versions().step == newer_torch("99.0.0+cpu")
 
 
 @pytest.mark.parametrize(("devices", "given", "ranks"), [(0, [], 2), (1, [], 1), (8, [], 2), (1, ["-n", "4"], 4)])

@@ -1,5 +1,6 @@
 """The context is a value; making one, parts of one, and its sources."""
 
+import logging
 import os
 import pickle
 import time
@@ -16,6 +17,7 @@ import weft
 from weft.context.settings import resolve
 from weft.errors import ContextError
 from weft.testing import fake, run_ranks
+from weft.version import TESTED_TORCH, newer_torch
 
 
 def test_context_is_a_value():
@@ -36,6 +38,37 @@ def test_start_without_launcher_makes_no_group(monkeypatch):
         assert (ctx.rank, ctx.world_size, ctx.group, ctx.mesh) == (0, 1, None, None)
         assert not dist.is_initialized()
     ctx.close()  # idempotent
+
+
+def test_a_torch_newer_than_the_tested_ones_is_told_once(monkeypatch, caplog):
+    monkeypatch.setattr("torch.__version__", "99.0.0+cpu")
+    for _ in range(2):
+        weft.start(device="cpu").close()
+    told = f"torch 99.0.0+cpu is newer than those weft was tested with, up to {TESTED_TORCH[-1]}: "
+    assert [(r.name, r.levelname, r.message.startswith(told)) for r in caplog.records] == [("weft", "WARNING", True)]
+
+
+@pytest.mark.parametrize("version", [*TESTED_TORCH, "2.8.1+cpu", "2.14.0.dev20261101+cu130"])
+def test_no_torch_up_to_the_newest_tested_one_is_told(version):
+    assert not newer_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.14.2", "2.15.0", "2.15.0a0+git1234", "3.0.0+cpu"])
+def test_any_later_torch_is_newer(version):
+    assert newer_torch(version).startswith(f"torch {version} is newer")
+
+
+def _warnings_of_a_newer_torch(ctx):
+    told, log = [], logging.getLogger("weft")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.__version__", "98.0.0")
+        patch.setattr(log, "warning", lambda form, text: told.append(text))
+        weft.start(device="cpu")  # adopts the group
+    return len(told)
+
+
+def test_one_rank_tells_of_a_newer_torch():
+    assert run_ranks(_warnings_of_a_newer_torch, 2) == [1, 0]
 
 
 def test_applied_records_survive_pickling():

@@ -7,6 +7,7 @@ after it is what it prints, exactly. There is no exclusion list.
 import contextlib
 import io
 import re
+import subprocess
 import tomllib
 import types
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import weft
+from weft.version import TESTED_PYTHON, TESTED_TORCH
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -139,6 +141,37 @@ def test_the_workflow_runs_every_part():
     parts = re.search(r"set -- (.*)", _text(ROOT / ".ci" / "run"))[1].split()
     matrix = re.search(r"part: \[(.*)\]", _text(ROOT / ".github" / "workflows" / "ci.yml"))[1].split(", ")
     assert matrix == parts
+
+
+def _and(names):
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def test_the_tested_versions_are_the_same_everywhere():
+    sentence = f"Tested with Python {_and(TESTED_PYTHON)}, and with torch {_and(TESTED_TORCH)}."
+    pages = [page for page in [ROOT / "README.md", *PAGES] if "Tested with Python" in _text(page)]
+    assert [page.name for page in pages if sentence in " ".join(_text(page).split())] == ["README.md", "launching.md"]
+    assert [page.name for page in pages] == ["README.md", "launching.md"]
+    project = tomllib.loads(_text(ROOT / "pyproject.toml"))["project"]
+    pythons = [text.rpartition(" ")[2] for text in project["classifiers"] if ":: 3." in text]
+    assert (*pythons,) == TESTED_PYTHON and project["requires-python"] == f">={TESTED_PYTHON[0]}"
+    oldest, newest = TESTED_TORCH[0], TESTED_TORCH[-1]
+    assert f"torch>={oldest.rpartition('.')[0]}" in project["dependencies"]
+    assert f"torch=={oldest}" in project["optional-dependencies"]["xla"]
+    assert f"torch=={oldest} " in _text(ROOT / ".ci" / "xla")
+    pinned = re.search(r"^torch==(.*)$", _text(ROOT / "constraints.txt"), re.MULTILINE)[1]
+    assert {*TESTED_TORCH} == {oldest, pinned, newest}
+    assert [*TESTED_TORCH] == sorted(TESTED_TORCH, key=lambda version: [int(part) for part in version.split(".")])
+
+
+def test_the_workflows_run_on_the_tested_versions():
+    ci, weekly = (_text(ROOT / ".github" / "workflows" / name) for name in ("ci.yml", "newest.yml"))
+    assert {*re.findall(r'"(3\.\d+)"', ci)} == {*TESTED_PYTHON}
+    assert {*re.findall(r'"(3\.\d+)"', weekly)} < {*TESTED_PYTHON}
+    assert "schedule:" in weekly and "workflow_dispatch:" in weekly and "run: .ci/run newest" in weekly
+    reads = re.search(r"^torch=.*", _text(ROOT / ".ci" / "newest"), re.MULTILINE)[0]
+    said = subprocess.run(["bash", "-c", f"{reads}; echo $torch"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said.stdout == f"{TESTED_TORCH[-1]}\n"
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])

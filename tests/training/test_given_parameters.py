@@ -191,7 +191,7 @@ def _detached(value):
     return {name: v.detach() for name, v in value.items()} if isinstance(value, dict) else value.detach()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is")  # torch's own
 def test_gradients_of_single_samples_are_those_of_the_model_alone():
     strategies = ["replicate", "replicate flat", "replicate unused", "zero_partition 1"]
     expected = {name: _detached(function()) for name, function in _functions(_net()).items()}

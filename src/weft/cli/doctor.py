@@ -24,7 +24,7 @@ from weft.context.settings import resolve
 from weft.environments import cores_here, topology
 from weft.errors import ContextError
 from weft.peers.connect import interface_to
-from weft.version import __version__
+from weft.version import __version__, newer_torch
 
 __all__ = ["Verdict", "add_parser", "check_environment", "check_nccl", "check_network", "numa_nodes", "run"]
 
@@ -106,8 +106,10 @@ def _versions() -> Verdict:
         except importlib.metadata.PackageNotFoundError:
             continue
     least = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
-    step = "" if least else "pip install 'torch>=2.9'"
-    return Verdict("versions", "ok" if least else "FAIL", ", ".join(found), step)
+    if not least:
+        return Verdict("versions", "FAIL", ", ".join(found), "pip install 'torch>=2.9'")
+    newer = newer_torch(torch.__version__)
+    return Verdict("versions", "note" if newer else "ok", ", ".join(found), newer)
 
 
 def _devices() -> Verdict:

@@ -6,8 +6,10 @@ The only file of the package that reads the environment or creates the default p
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import json
+import logging
 import multiprocessing.util
 import os
 import weakref
@@ -51,7 +53,7 @@ from weft.peers.pretended import PretendedGroup, check_not_pretended
 from weft.peers.replica_groups import REPLICA_VARIABLE, STORE, ReplicaGroup
 from weft.peers.straggler_watch import watch
 from weft.peers.world import World
-from weft.version import __version__
+from weft.version import __version__, newer_torch
 
 __all__ = ["adopt", "launched", "local", "start"]
 
@@ -82,6 +84,8 @@ def start(
     by a TOML file, if you name one; `weft.explain(ctx)` shows which layer won.
 
     If the program initialised torch.distributed already, that group is adopted (see `adopt`).
+
+    If torch is newer than the versions weft was tested with, rank 0 says so once, through `logging`.
 
     A process that a rank starts, such as an evaluation script, has the environment of the rank, and a context of its
     own: one rank, on the device of the rank that started it. The variable `WEFT_JOINED` says so, until the rank has
@@ -126,6 +130,9 @@ def start(
         0 1 cpu
     """
     place = launched()
+    rank = dist.get_rank() if _initialized() else place.rank
+    if rank == 0 and not is_inside_a_rank(os.environ) and (newer := newer_torch(torch.__version__)):
+        _log_once(newer)
     settings = _resolved(
         place.source, config, mesh=mesh, data_axes=data_axes, device=device, backend=backend,
         timeout_s=timeout_s, seed=seed, debug=debug, probes=probes,
@@ -249,6 +256,11 @@ def local(
     chosen, mesh = _on_mesh(chosen, None, None, 1)
     world = World(ranks=(0,), rank=0, timeout_s=settings.timeout_s)
     return _context(Topology(), world, mesh, chosen, where, settings)
+
+
+@functools.cache  # per process: a notebook starts many contexts
+def _log_once(text: str) -> None:
+    logging.getLogger("weft").warning("%s", text)  # no Python warning, which programs may have made an error
 
 
 def launched() -> Topology:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -63,6 +64,9 @@ class Recomputed:
         if options.save:
             policy = list(options.save) if isinstance(options.save, tuple) else options.save
             settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+            # What `save` keeps stays on the device; torch 2.14 wants that said, as a later one may go another way.
+            if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+                settings["respect_saved_tensors_hooks"] = False
         schedule = Schedule(options.probes, list(blocks))
         for name, block in blocks.items():
             around = Checkpoint(name, block, settings, schedule, offload=options.offload)
