@@ -142,7 +142,7 @@ class Private(_Name):
 
 
 class Attribute(_Name):
-    """An attribute of objects: one that the class has, or that a method of the class sets."""
+    """An attribute of objects: one that the class has, or that a method of it or a function sets."""
 
     __slots__ = ("_is_there",)
 
@@ -163,12 +163,12 @@ class Attribute(_Name):
 
     @property
     def name(self) -> str:
-        """The name, for `vars(owner)` and the like.
+        """The name, for `vars(owner)` and the like. Imports nothing: without its module there are no objects.
 
         Raises:
             ContextError: The installed version does not have it.
         """
-        if not self.exists:
+        if self._where.partition(":")[0] in sys.modules and not self.exists:
             self._raise()
         return self._name
 
@@ -203,10 +203,11 @@ class Attribute(_Name):
 
 
 def _has(home: Any, name: str) -> bool:
-    if hasattr(home, name) or not isinstance(home, type):
-        return hasattr(home, name)
-    values = [value for cls in home.__mro__ for value in vars(cls).values()]
-    annotated = any(name in vars(cls).get("__annotations__", ()) for cls in home.__mro__)
+    if hasattr(home, name):
+        return True
+    classes = home.__mro__ if isinstance(home, type) else ()
+    values = [home, *(value for cls in classes for value in vars(cls).values())]
+    annotated = any(name in vars(cls).get("__annotations__", ()) for cls in classes)
     return annotated or any(name in code.co_names or name in code.co_consts for v in values for code in _codes(v))
 
 

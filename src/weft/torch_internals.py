@@ -6,7 +6,11 @@ names elsewhere, and another compares this file with the installed torch.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeVar
+
 import torch
 
 from weft import private_names
@@ -23,6 +27,8 @@ current_node = Private("torch._C", "_current_autograd_node", "a rehearsal")
 interpreter = Private("torch._C._functorch", "peek_interpreter_stack", "a strategy: does torch.func run")
 is_functorch_tensor = Private("torch._C._functorch", "is_functorch_wrapped_tensor", "checksums")
 execution_engine = Private("torch.autograd:Variable", "_execution_engine", "a strategy: the end of a backward pass")
+run_backward = Private("torch.autograd.graph", "_engine_run_backward", "with_precision: fp16, which backward runs")
+FORWARD_CLASS = Attribute("torch.autograd.function:BackwardCFunction", "_forward_cls", "with_precision: fp16")
 keeps_version = Private("torch.autograd", "_unsafe_preserve_version_counter", "recompute")
 without_subclasses = Private("torch._C", "DisableTorchFunctionSubclass", "tensors of weft's own classes")
 without_functions = Private("torch._C", "DisableTorchFunction", "a rehearsal")
@@ -32,6 +38,7 @@ IS_VIEW = Attribute("torch:Tensor", "_is_view", "zero_partition: views")
 VERSION = Attribute("torch:Tensor", "_version", "checks of what was written")
 TENSOR_HOOKS = Attribute("torch:Tensor", "_backward_hooks", "checks of hooks on parameters")
 ACCUMULATE_HOOKS = Attribute("torch:Tensor", "_post_accumulate_grad_hooks", "checks of hooks on parameters")
+SPARSE_VALUES = Attribute("torch:Tensor", "_values", "with_precision: fp16, sparse gradients")
 STORAGE_ADDRESS = Attribute("torch.storage:UntypedStorage", "_cdata", "what shares memory")
 
 # -- modules and optimizers ------------------------------------------------------------------------------------
@@ -58,11 +65,29 @@ LOAD_OPTIMIZER_PRE_HOOKS = Attribute(_OPTIMIZER, "_optimizer_load_state_dict_pre
 LOAD_OPTIMIZER_POST_HOOKS = Attribute(_OPTIMIZER, "_optimizer_load_state_dict_post_hooks", "restore")
 call_functional = Private("torch.nn.utils.stateless", "_functional_call", "fully_shard inside functional_call")
 batch_norm = Private("torch.nn.modules.batchnorm", "_BatchNorm", "sync_batch_norm")
+CHECK_SHAPE = Attribute("torch.nn.modules.batchnorm:BatchNorm1d", "_check_input_dim", "sync_batch_norm")
 norm_base = Private("torch.nn.modules.batchnorm", "_NormBase", "recompute")
 dropout = Private("torch.nn.modules.dropout", "_DropoutNd", "zero_partition: what draws")
 sync_batch_norm = Private("torch.nn.modules._functions", "SyncBatchNorm", "sync_batch_norm")
-untraced = Private("torch", "_disable_dynamo", "what runs outside of compiled code")
+extra_state = Private("torch.nn.modules.module", "_EXTRA_STATE_KEY_SUFFIX", "checkpoints: what modules add")
 COMPILED_MODULE = Attribute("torch._dynamo.eval_frame:OptimizedModule", "_orig_mod", "compile; names in checkpoints")
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def untraced(function: _Function) -> _Function:
+    """`torch.compiler.disable`, but the compiler is imported in the first call, and not here."""
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
 
 # -- fully sharded data parallelism ----------------------------------------------------------------------------
 
@@ -127,6 +152,15 @@ DEVICE_TYPES = Attribute(_PG, "_device_types", "adopt: the timeout")
 SET_TIMEOUT = Attribute("torch._C._distributed_c10d:ProcessGroupGloo", "_set_default_timeout", "elastic jobs")
 OPTIONS_TIMEOUT = Attribute("torch._C._distributed_c10d:Backend.Options", "_timeout", "adopt: the timeout")
 
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+all_gather_single = Private(_FUNCTIONAL, "all_gather_single", "context_parallel", since="2.13")
+all_gather_tensor = Private(_FUNCTIONAL, "all_gather_tensor", "context_parallel, before that")
+reduce_scatter_single = Private(_FUNCTIONAL, "reduce_scatter_single", "context_parallel", since="2.13")
+reduce_scatter_tensor = Private(_FUNCTIONAL, "reduce_scatter_tensor", "context_parallel, before that")
+all_to_all = Private(_FUNCTIONAL, "all_to_all_single", "context_parallel")
+wait_for = Private(_FUNCTIONAL, "wait_tensor", "context_parallel")
+functional_all_reduce = Private("torch:ops._c10d_functional", "all_reduce", "probes: is anything sent")
+
 # -- DTensor and device meshes ---------------------------------------------------------------------------------
 
 _DTENSOR = "torch.distributed.tensor:DTensor"
@@ -134,6 +168,7 @@ _DISPATCHER = "torch.distributed.tensor._dispatch:OpDispatcher"
 DTENSOR_PART = Attribute(_DTENSOR, "_local_tensor", "lines over sharded parameters")
 DTENSOR_SPEC = Attribute(_DTENSOR, "_spec", "layouts over several axes")
 DISPATCHER = Attribute(_DTENSOR, "_op_dispatcher", "lines over sharded parameters")
+read_number = Private("torch:ops.aten", "_local_scalar_dense", "lines over sharded parameters")
 OWN_OPERATIONS = Attribute(_DISPATCHER, "_custom_op_handlers", "lines over sharded parameters")
 DISPATCH_STEPS = tuple(
     Attribute(_DISPATCHER, name, "errors of operations on sharded parameters", since, until)
@@ -148,6 +183,9 @@ strided_shard = Private(
     "torch.distributed.tensor.placement_types", "_StridedShard", "fully_shard beside tensor_parallel"
 )
 block_of = Private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "checkpoints of shards")
+DISTRIBUTED = Attribute(
+    "torch.distributed.tensor._api:distribute_module", "_distribute_module_applied", "undo of tensor_parallel"
+)
 propagator = Private("torch.distributed.tensor._sharding_prop", "ShardingPropagator", "a rehearsal")
 CLEAR_PROPAGATION = tuple(
     Private("torch.distributed.tensor.debug", name, "the end of a context", since)

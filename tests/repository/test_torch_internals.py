@@ -17,7 +17,7 @@ NAMES = {
     for one in (found if isinstance(found, tuple) else (found,))
     if isinstance(one, (Private, Attribute))
 }
-# Of Python and of model classes of transformers, which are no insides of torch.
+# Of Python and of model classes of transformers, and ends of names of metrics: no insides of torch.
 OTHERS = {
     "_asdict",
     "_fields",
@@ -28,6 +28,8 @@ OTHERS = {
     "_tp_plan",
     "_no_split_modules",
     "_keep_in_fp32_modules",
+    "_per_s",
+    "_bytes",
 }
 
 

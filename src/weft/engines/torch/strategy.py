@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.options import StrategyOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.first_steps import FirstSteps
@@ -24,7 +25,8 @@ __all__ = ["Strategy", "as_sent", "broadcast"]
 
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
     """Give tensors the values that they have on one rank of the group."""
-    dist._broadcast_coalesced(group, [as_sent(tensor.detach()) for tensor in tensors], 250 * 2**20, source)
+    sent = [as_sent(tensor.detach()) for tensor in tensors]
+    torch_internals.broadcast_coalesced(group, sent, 250 * 2**20, source)
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:

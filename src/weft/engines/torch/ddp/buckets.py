@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.options import Compress
 from weft.engines.torch.ddp.power_sgd import PowerSgdHook
 from weft.tensors.pairwise import as_real
@@ -57,8 +58,8 @@ class Buckets:
         self._make_reducer()
 
     def _make_reducer(self) -> None:
-        limits = [min(dist._DEFAULT_FIRST_BUCKET_BYTES, self._bucket_bytes), self._bucket_bytes]
-        buckets, sizes = dist._compute_bucket_assignment_by_size(self._parameters, limits, self._sparse)
+        limits = [min(torch_internals.FIRST_BUCKET_BYTES.found, self._bucket_bytes), self._bucket_bytes]
+        buckets, sizes = torch_internals.assign_buckets(self._parameters, limits, self._sparse)
         self._reducer = dist.Reducer(
             self._parameters,
             self.order or list(reversed(buckets)),  # gradients come last layer first
@@ -72,7 +73,7 @@ class Buckets:
             limits[0],
         )
         if self._hook is not None:
-            dist._register_comm_hook(self._reducer, self._group, self._hook)
+            torch_internals.register_comm_hook(self._reducer, self._group, self._hook)
 
     def prepare(self) -> None:
         """Nothing to prepare: the buckets are there."""
@@ -83,11 +84,11 @@ class Buckets:
 
     def end(self, got: bytearray) -> None:
         """Check that all buckets have travelled; once, reorder them as the gradients really came."""
-        self._reducer._check_reducer_finalized()
+        torch_internals.REDUCER_FINISHED.of(self._reducer)()
         # torch does not tell what is in the new buckets but so, nor at all where gradients are sparse.
-        if self.order is None and not any(self._sparse) and self._reducer._rebuild_buckets():
+        if self.order is None and not any(self._sparse) and torch_internals.REBUILD_BUCKETS.of(self._reducer)():
             place = {id(p): i for i, p in enumerate(self._parameters)}
-            buckets: list[dist.GradBucket] = self._reducer._get_zeros_like_grad_buckets()
+            buckets: list[dist.GradBucket] = torch_internals.BUCKET_VIEWS.of(self._reducer)()
             self.order = [[place[id(p)] for p in bucket.parameters()] for bucket in buckets]
 
     def undo(self) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from weft import torch_internals
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import after_callbacks
 from weft.engines.torch.hooks.program_lines import applied
@@ -55,7 +55,7 @@ class FirstSteps:
 
     # -- data and weights --------------------------------------------------------------------------
 
-    @torch._disable_dynamo
+    @torch_internals.untraced
     def see_inputs(self, module: nn.Module | None, args: Any, kwargs: Any) -> None:
         """A forward pass with gradients has these arguments.
 
@@ -65,7 +65,7 @@ class FirstSteps:
         if self._seen < _NUM_BATCHES:
             self._seen += 1
             self.wants_inputs = self._seen < _NUM_BATCHES
-            outer = DistributedDataParallel._get_active_ddp_module()
+            outer = torch_internals.active_ddp()
             if outer is not None and any(part is module for part in outer.modules()):
                 raise AlreadyApplied(
                     f"{self._what}: torch's DistributedDataParallel reduces gradients of {self._class_name} as well",
@@ -151,7 +151,7 @@ class FirstSteps:
                 "gradients that are cleared after each step",
                 "optimizer.step(); optimizer.zero_grad()",
             )
-        self._stepped = probe.grad._version if self.wants_gradients else None
+        self._stepped = torch_internals.VERSION.of(probe.grad) if self.wants_gradients else None
 
     def note_kept(self, probe: nn.Parameter | None) -> None:
         """A backward pass of a window is about to end, and its gradients are not reduced."""
@@ -160,7 +160,7 @@ class FirstSteps:
 
     def _note_kept(self, probe: nn.Parameter) -> None:
         self._stepped = None
-        self._kept = None if probe.grad is None else probe.grad._version
+        self._kept = None if probe.grad is None else torch_internals.VERSION.of(probe.grad)
         self._kept_often += 1
 
     def begin_window(self) -> None:
@@ -186,14 +186,16 @@ class FirstSteps:
         """
         if self._kept is None or probe is None:
             return
-        if probe.grad is None or (probe.grad._version != self._kept and not _has_numbers(probe.grad)):
+        if probe.grad is None or (
+            torch_internals.VERSION.of(probe.grad) != self._kept and not _has_numbers(probe.grad)
+        ):
             self._warn(
                 f"{self._what}: gradients of {self._class_name} were cleared in the middle of a window",
                 "zero_grad between the micro-batches of a window, whose gradients are to be added up",
                 "zero_grad once per window, after the step",
                 "for batch in window: ...; then optimizer.step() and optimizer.zero_grad(), after the inner loop",
             )
-        elif probe.grad._version != self._kept:
+        elif torch_internals.VERSION.of(probe.grad) != self._kept:
             raise NotSynchronized(
                 f"{self._what}: gradients of {self._class_name} were changed in the middle of a window",
                 found="gradients of one rank that were clipped or scaled before they were averaged over the ranks",
@@ -218,7 +220,7 @@ class FirstSteps:
             self._adds = False
         elif stepped is not None:
             # Gradients in one bucket share a version, and one parameter has got its gradient already.
-            self._adds = probe.grad._version - stepped <= 1
+            self._adds = torch_internals.VERSION.of(probe.grad) - stepped <= 1
 
     def _warn(self, problem: str, found: str, expected: str, fix: str) -> None:
         if problem not in self._warned:

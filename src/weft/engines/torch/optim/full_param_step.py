@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from weft import torch_internals
 from weft.checks import is_of
 from weft.engines.options import StepMeshes
 from weft.engines.torch.optim.flat_step import is_elementwise
@@ -127,7 +128,7 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
     problem = _problem_of(kind)
     if problem is None and any(_is_uneven(p) for entry in optimizer.param_groups for p in entry["params"]):
         problem = "cannot step on complex shards that differ in size: torch would lose its steps"
-    hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+    hooks = [getattr(hook, "__self__", None) for hook in torch_internals.STEP_PRE_HOOKS.of(optimizer).values()]
     gathers = any(isinstance(one, SwappedStep) or getattr(one, "by_request", False) for one in hooks)
     if problem is None or gathers:
         return

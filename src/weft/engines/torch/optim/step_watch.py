@@ -17,9 +17,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
+from weft import torch_internals
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.engines.torch.optim.closures import replace_closure
@@ -115,7 +115,7 @@ class Steps:
         Returns:
             Whether optimizers were searched for; not any more when that was often in vain.
         """
-        version = -1 if first is None else first._version
+        version = -1 if first is None else torch_internals.VERSION.of(first)
         self.changed = self._looked and version != self._version and self.number == self._number
         searches = not self._looked or (self.changed and self._searches_left > 0)
         if searches:
@@ -130,7 +130,7 @@ class Steps:
         if optimizer not in self._seen:
             steps = optimizer.register_step_pre_hook(self._before)
             # First of all: other hooks read gradients, which may be pending.
-            optimizer._optimizer_step_pre_hooks.move_to_end(steps.id, last=False)  # type: ignore[attr-defined]
+            torch_internals.STEP_PRE_HOOKS.of(optimizer).move_to_end(steps.id, last=False)
             self._seen[optimizer] = _Seen((steps, optimizer.register_state_dict_post_hook(self._refuse_file)))
 
     def arrange(self, optimizer: torch.optim.Optimizer) -> None:
@@ -262,7 +262,7 @@ def settings_of(module: nn.Module) -> dict[str, object]:
     return {
         "trained parameters": sum(p.requires_grad for p in module.parameters()),
         "training": f"{sum(part.training for _, part in parts)} of {len(parts)} parts",
-        "dropout": {name: float(part.p) for name, part in parts if isinstance(part, _DropoutNd)},
+        "dropout": {name: float(part.p) for name, part in parts if torch_internals.dropout.holds(part)},
     }
 
 
