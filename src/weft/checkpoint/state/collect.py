@@ -226,11 +226,9 @@ def check_state(what: str, state: object) -> None:
 
 def _unwrapped(obj: Any) -> Any:
     """The module itself, if `torch.compile(module)` put a wrapper around it."""
-    return (
-        torch_internals.MODULES.of(obj).get(torch_internals.COMPILED_MODULE.name, obj)
-        if isinstance(obj, nn.Module)
-        else obj
-    )
+    if not isinstance(obj, nn.Module):
+        return obj
+    return torch_internals.MODULES.of(obj).get(torch_internals.COMPILED_MODULE.name, obj)
 
 
 def plain_name(name: str) -> str:
