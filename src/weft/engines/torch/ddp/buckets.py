@@ -24,6 +24,8 @@ from weft.tensors.pairwise import as_real
 
 __all__ = ["Buckets", "sparse_gradients"]
 
+_Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+
 
 class Buckets:
     """Averages gradients bucket by bucket, while backward still runs.
@@ -52,10 +54,17 @@ class Buckets:
         self._sparse = [name in by_name for name in names]
         if isinstance(compress, PowerSgdHook):
             compress.take(self._parameters)
-        self._hook = _in_dtype(dtype) if compress is None and dtype is not None else compress
+        hook = _in_dtype(dtype) if compress is None and dtype is not None else compress
         is_whole = order is not None and sum(map(len, order)) == len(parameters)  # none was frozen or unfrozen since
         self.order = [list(bucket) for bucket in order] if order is not None and is_whole else None
+        self._told = bytearray([hook is None])
+        self._hook = None if hook is None else _noting(hook, self._told)
         self._make_reducer()
+
+    @property
+    def is_told(self) -> bool:
+        """Whether torch has called what is to reduce the buckets; True where torch itself does that."""
+        return bool(self._told[0])
 
     def _make_reducer(self) -> None:
         limits = [min(torch_internals.FIRST_BUCKET_BYTES.found, self._bucket_bytes), self._bucket_bytes]
@@ -105,7 +114,17 @@ def sparse_gradients(module: nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters() if id(p) in sparse and p.requires_grad]
 
 
-def _in_dtype(dtype: torch.dtype) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:
+def _noting(hook: _Hook, told: bytearray) -> _Hook:
+    """The hook, noting that it was called; it must not hold the buckets, whose reducer holds it in C++."""
+
+    def call(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        told[0] = 1
+        return hook(group, bucket)
+
+    return call
+
+
+def _in_dtype(dtype: torch.dtype) -> _Hook:
     """A communication hook that rounds a bucket to `dtype`, averages it, and widens it again."""
 
     def reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

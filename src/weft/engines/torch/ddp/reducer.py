@@ -200,6 +200,8 @@ class GradientReducer(Strategy):
             self._apart.average(forget_unused=self.finds_unused)
         self._note_reduction()
         trained.note_reduced()
+        if self._reductions == 1:
+            self._first_steps.note_reduced(trained.same_on_all())
         self._pass_on_buffers(lambda: running_backward().retains_graph)
         if missing:
             self._raise_unused(missing)

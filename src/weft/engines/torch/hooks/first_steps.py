@@ -7,7 +7,8 @@ gradients that nobody clears or that are cleared or clipped within a window. Wha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from weft.errors import AlreadyApplied, NotSynchronized, listed, warn
 from weft.tensors.bit_sums import can_be_read, sums_of_bits
 from weft.tensors.dtensor import local
 from weft.tensors.nested import tensors
+from weft.version import TESTED_TORCH
 
-__all__ = ["FirstSteps"]
+__all__ = ["FirstSteps", "not_averaged"]
 
 _NUM_BATCHES = 2  # that differ on this rank and are equal on all ranks: by chance next to never
 _MAX_TENSORS = 8
@@ -51,6 +53,7 @@ class FirstSteps:
         self._stepped: int | None = None  # version of the gradient that was stepped on
         self._adds = False  # whether backward passes have added to it since
         self._kept: int | None = None  # version of a gradient of this window that is not reduced yet
+        self._reduced: dict[str, int] | None = None  # sums of bits of the first gradients that were reduced
         self._warned: set[str] = set()
 
     # -- data and weights --------------------------------------------------------------------------
@@ -87,10 +90,10 @@ class FirstSteps:
         Collectives: none; a meeting in the first step and one in the second.
 
         Raises:
-            NotSynchronized: On all ranks; weights differ before the first step.
+            NotSynchronized: On all ranks; weights differ before the first step, or torch did not average gradients.
         """
         if number == 1:
-            self._compare_weights({name: p for name, p in weights.items() if can_be_read(p)})
+            self._compare_first({name: p for name, p in weights.items() if can_be_read(p)})
         elif number == _NUM_BATCHES and not self._peers.pretended:
             everyone = self._peers.meet("batches of the first steps", self._batches)
             changes = len(set(self._batches)) == _NUM_BATCHES
@@ -116,13 +119,17 @@ class FirstSteps:
             "model(x) in weft.contract.no_sync",
         )
 
-    def _compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        mine = sums_of_bits(weights.values())
+    def _compare_first(self, weights: Mapping[str, torch.Tensor]) -> None:
+        mine = (dict(zip(weights, sums_of_bits(weights.values()), strict=True)), self._reduced or {})
         digest = hashlib.sha256(repr(mine).encode()).hexdigest()
         if len(set(self._peers.meet("weights before the first step", digest))) == 1:
             return
         everyone = self._peers.meet("weights that differ", mine)
-        differing = [name for name, *ours in zip(weights, *everyone, strict=True) if len(set(ours)) > 1]
+        differing, gradients = (_differing(ours) for ours in zip(*everyone, strict=True))
+        if not differing:
+            raise not_averaged(
+                self._what, self._class_name, f"after a backward pass, they differ in {listed(gradients)}"
+            )
         raise NotSynchronized(
             f"{self._what}: weights of {self._class_name} differ between the ranks before the first step",
             found=f"changed after {self._what}, not on all ranks alike: {listed(differing)}",
@@ -132,6 +139,12 @@ class FirstSteps:
         )
 
     # -- gradients ---------------------------------------------------------------------------------
+
+    def note_reduced(self, named: Mapping[str, nn.Parameter]) -> None:
+        """A backward pass has reduced the gradients of these parameters: until they are changed they are the same."""
+        if self._reduced is None:
+            gradients = {name: p.grad for name, p in named.items() if p.grad is not None and can_be_read(p.grad)}
+            self._reduced = dict(zip(gradients, sums_of_bits(gradients.values()), strict=True))
 
     def note_step(self, number: int, probe: nn.Parameter | None, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps; `probe` is a parameter whose gradient tells of the others."""
@@ -226,6 +239,21 @@ class FirstSteps:
         if problem not in self._warned:
             self._warned.add(problem)
             warn(problem, found=found, expected=expected, fix=fix)
+
+
+def not_averaged(what: str, class_name: str, found: str) -> NotSynchronized:
+    """The error of a strategy that torch did not call: to be raised by all ranks, in the first step."""
+    return NotSynchronized(
+        f"{what}: torch has not averaged the gradients of {class_name} as it was told to",
+        found=f"{found}; torch {torch.__version__}",
+        expected=f"a version that weft is tested with: torch {', '.join(TESTED_TORCH)}",
+        fix=f"pip install 'torch=={TESTED_TORCH[-1]}'",
+    )
+
+
+def _differing(everyone: Sequence[Mapping[str, int]]) -> list[str]:
+    """Names of what is not the same on all ranks."""
+    return [name for name in dict.fromkeys(chain(*everyone)) if len({one.get(name) for one in everyone}) > 1]
 
 
 def _has_numbers(gradient: torch.Tensor) -> bool:
