@@ -131,6 +131,7 @@ class Strategy:
         self._due = False
         self._reductions += 1
         self._place = self._peers.next_reduction()
+        self._steps.check_called()
 
     def _pass_on_buffers(self, retains_graph: Callable[[], bool], *, reduced: bool = True) -> None:
         """Broadcast buffers after a backward pass, if it was reduced; see [Note: passes that wait]."""

@@ -274,6 +274,15 @@ class PartitionedStep:
         self._parts = []
         self.release()
 
+    def is_left_out(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer has stepped without these hooks: its state is whole, which is cut here."""
+        return any(
+            isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == part.parameter.shape
+            for part in self._all()
+            if isinstance(part, _Rows)
+            for value in optimizer.state.get(part.parameter, {}).values()
+        )
+
     def _take_groups(self, optimizer: torch.optim.Optimizer) -> None:
         self._held = _ids(optimizer)
         self._parts = [[self._part_of(p) for p in entry["params"]] for entry in optimizer.param_groups]
