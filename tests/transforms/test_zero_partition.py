@@ -75,8 +75,9 @@ def _hooks_not_called(ctx, kind):
 
 
 def test_a_step_around_which_no_hook_is_called():
-    for name, text in run_ranks(_hooks_not_called, 2, torch.optim.Adam):
-        assert name == "NotSynchronized" and "Adam steps on whole parameters" in text
+    for kind in (torch.optim.Adam, torch.optim.Adafactor):  # of which one steps on rows, and one on whole parameters
+        for name, text in run_ranks(_hooks_not_called, 2, kind):
+            assert name == "NotSynchronized" and f"{kind.__name__} steps on whole parameters" in text
     assert run_ranks(_hooks_not_called, 2, torch.optim.SGD) == [("nothing", "")] * 2  # has no state to divide
 
 

@@ -157,7 +157,7 @@ class Steps:
                     found=f"state of whole parameters after a step, and no hook on {kind} was called; "
                     f"torch {torch.__version__}",
                     expected="the step of the class, around which torch calls hooks: they let it step on a part",
-                    fix=f"optimizer.step()  # of {kind} itself, not replaced; or pip install 'torch=={TESTED_TORCH[-1]}'",
+                    fix=f"optimizer.step()  # of {kind} itself; or pip install 'torch=={TESTED_TORCH[-1]}'",
                 )
 
     def arrange(self, optimizer: torch.optim.Optimizer) -> None:
