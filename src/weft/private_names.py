@@ -177,7 +177,7 @@ class Attribute(_Name):
 
     @property
     def name(self) -> str:
-        """The name, for `vars(owner)` and the like.
+        """The name, for `vars(owner)` and the like. Imports nothing: without its module there are no objects.
 
         Raises:
             ContextError: The installed version does not have it.
@@ -188,10 +188,12 @@ class Attribute(_Name):
     def check(self) -> None:
         """Raise if it is gone: for a method that a class of weft has in place of this one.
 
+        Imports nothing: without its module there are no objects.
+
         Raises:
             ContextError: The installed version does not have it.
         """
-        if not self.exists:
+        if self._where.partition(":")[0] in sys.modules and not self.exists:
             self._raise()
 
     def of(self, owner: Any) -> Any:

@@ -6,7 +6,10 @@ names elsewhere, and another compares this file with the installed torch.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,9 +27,10 @@ current_node = Private("torch._C", "_current_autograd_node", "a rehearsal")
 interpreter = Private("torch._C._functorch", "peek_interpreter_stack", "a strategy: does torch.func run")
 is_functorch_tensor = Private("torch._C._functorch", "is_functorch_wrapped_tensor", "checksums")
 execution_engine = Private("torch.autograd:Variable", "_execution_engine", "a strategy: the end of a backward pass")
+run_backward = Private("torch.autograd.graph", "_engine_run_backward", "with_precision: fp16; the watch for stragglers")
+FORWARD_CLASS = Attribute("torch.autograd.function:BackwardCFunction", "_forward_cls", "with_precision: fp16")
 keeps_version = Private("torch.autograd", "_unsafe_preserve_version_counter", "recompute")
 profiles = Private("torch.autograd", "_profiler_enabled", "shard_data: batches have names in a profile")
-RUN_BACKWARD = Attribute("torch.autograd.graph", "_engine_run_backward", "the watch for stragglers")
 without_subclasses = Private("torch._C", "DisableTorchFunctionSubclass", "tensors of weft's own classes")
 without_functions = Private("torch._C", "DisableTorchFunction", "a rehearsal")
 make_subclass = Private("torch:Tensor", "_make_wrapper_subclass", "tensors of weft's own classes")
@@ -37,6 +41,7 @@ TENSOR_HOOKS = Attribute("torch:Tensor", "_backward_hooks", "checks of hooks on 
 ACCUMULATE_HOOKS = Attribute("torch:Tensor", "_post_accumulate_grad_hooks", "checks of hooks on parameters")
 IS_PARAMETER = Attribute("torch.nn.parameter:Parameter", "_is_param", "parameters that another rank has")
 HOLDERS = Attribute("torch:Tensor", "_use_count", "rehearsals beside real runs")
+SPARSE_VALUES = Attribute("torch:Tensor", "_values", "with_precision: fp16, sparse gradients")
 STORAGE_ADDRESS = Attribute("torch.storage:UntypedStorage", "_cdata", "what shares memory")
 
 # -- modules and optimizers ------------------------------------------------------------------------------------
@@ -77,13 +82,31 @@ ALL_STEP_POST_HOOKS = Private("torch.optim.optimizer", "_global_optimizer_post_h
 call_functional = Private("torch.nn.utils.stateless", "_functional_call", "fully_shard inside functional_call")
 batch_norm = Private("torch.nn.modules.batchnorm", "_BatchNorm", "sync_batch_norm")
 applied = Private("torch.distributed._composable.contract", "_get_registry", "recompute: what is recomputed already")
+CHECK_SHAPE = Attribute("torch.nn.modules.batchnorm:BatchNorm1d", "_check_input_dim", "sync_batch_norm")
 norm_base = Private("torch.nn.modules.batchnorm", "_NormBase", "recompute")
 dropout = Private("torch.nn.modules.dropout", "_DropoutNd", "zero_partition: what draws")
 sync_batch_norm = Private("torch.nn.modules._functions", "SyncBatchNorm", "sync_batch_norm")
+extra_state = Private("torch.nn.modules.module", "_EXTRA_STATE_KEY_SUFFIX", "checkpoints: what modules add")
 backends = Private("torch._dynamo.eval_frame", "cached_backends", "a rehearsal")
-untraced = Private("torch", "_disable_dynamo", "what runs outside of compiled code")
 compiled_module = Private("torch._dynamo", "OptimizedModule", "compile: what is compiled already")
 COMPILED_MODULE = Attribute("torch._dynamo.eval_frame:OptimizedModule", "_orig_mod", "compile; names in checkpoints")
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def untraced(function: _Function) -> _Function:
+    """`torch.compiler.disable`, but the compiler is imported in the first call, and not here."""
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
 
 # -- fully sharded data parallelism ----------------------------------------------------------------------------
 
@@ -208,6 +231,14 @@ NODES_MET = Attribute(
     "_state_holder",
     "launch: how often nodes have met",
 )
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+all_gather_single = Private(_FUNCTIONAL, "all_gather_single", "context_parallel", since="2.13")
+all_gather_tensor = Private(_FUNCTIONAL, "all_gather_tensor", "context_parallel, before that")
+reduce_scatter_single = Private(_FUNCTIONAL, "reduce_scatter_single", "context_parallel", since="2.13")
+reduce_scatter_tensor = Private(_FUNCTIONAL, "reduce_scatter_tensor", "context_parallel, before that")
+all_to_all = Private(_FUNCTIONAL, "all_to_all_single", "context_parallel")
+wait_for = Private(_FUNCTIONAL, "wait_tensor", "context_parallel")
+functional_all_reduce = Private("torch:ops._c10d_functional", "all_reduce", "probes: is anything sent")
 
 # -- DTensor and device meshes ---------------------------------------------------------------------------------
 
@@ -216,6 +247,7 @@ _DISPATCHER = "torch.distributed.tensor._dispatch:OpDispatcher"
 DTENSOR_PART = Attribute(_DTENSOR, "_local_tensor", "lines over sharded parameters")
 DTENSOR_SPEC = Attribute(_DTENSOR, "_spec", "layouts over several axes")
 DISPATCHER = Attribute(_DTENSOR, "_op_dispatcher", "lines over sharded parameters")
+read_number = Private("torch:ops.aten", "_local_scalar_dense", "lines over sharded parameters")
 OWN_OPERATIONS = Attribute(_DISPATCHER, "_custom_op_handlers", "lines over sharded parameters")
 DISPATCH_STEPS = tuple(
     Attribute(_DISPATCHER, name, "errors of operations on sharded parameters", since, until)
@@ -232,6 +264,9 @@ strided_shard = Private(
 block_of = Private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "checkpoints of shards")
 propagate = Private(
     "torch.distributed.tensor._sharding_prop:ShardingPropagator", "_propagate_tensor_meta_non_cached", "a rehearsal"
+)
+DISTRIBUTED = Attribute(
+    "torch.distributed.tensor._api:distribute_module", "_distribute_module_applied", "undo of tensor_parallel"
 )
 CLEAR_PROPAGATION = tuple(
     Private("torch.distributed.tensor.debug", name, "the end of a context", since)

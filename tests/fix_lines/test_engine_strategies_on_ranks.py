@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 import weft
 from tests.fix_lines.told import told
 from weft.testing import run_ranks
+from weft.version import TESTED_TORCH
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
 
@@ -549,8 +551,31 @@ def _windows(ctx):
     window_loop(ctx, after=_clip)
 
 
+def _in_bfloat16(ctx):
+    model, here = weft.with_precision(Net(), ctx, weft.Precision(reduce=torch.bfloat16))
+    return under(weft.replicate, here, model)
+
+
+def _not_called(ctx):
+    with mock.patch("weft.torch_internals.register_comm_hook"):
+        model, optimizer, _ = _in_bfloat16(ctx)
+        with told("engines/torch/hooks/first_steps.py", "has not averaged the gradients") as it:
+            train(model, optimizer, ctx)
+    assert it.fix == f"pip install 'torch=={TESTED_TORCH[-1]}'"
+    model, optimizer, _ = _in_bfloat16(ctx)
+    train(model, optimizer, ctx)
+    model = Net()
+    model, optimizer, _ = weft.zero_partition(model, torch.optim.Adam(model.parameters()), ctx, stage=1)
+    optimizer.step = lambda: torch.optim.Adam.step.__wrapped__(optimizer)
+    with told("engines/torch/optim/step_watch.py", "steps on whole parameters") as it:
+        train(model, optimizer, ctx)
+    assert it.fix.startswith("optimizer.step()  # of Adam itself; or pip install")
+    model = Net()
+    train(*weft.zero_partition(model, torch.optim.Adam(model.parameters()), ctx, stage=1)[:2], ctx)
+
+
 def _first_steps(ctx):
-    each(ctx, _ddp_around, _same_batches, _other_weights, _not_cleared, _windows)
+    each(ctx, _ddp_around, _same_batches, _other_weights, _not_cleared, _windows, _not_called)
 
 
 def test_first_steps():

@@ -29,7 +29,7 @@ def names_in(table):
 
 
 NAMES = names_in(torch_internals)
-# Of Python and of model classes of transformers, which are no insides of torch.
+# Of Python and of model classes of transformers, and ends of names of metrics: no insides of torch.
 OTHERS = {
     "_asdict",
     "_fields",
@@ -41,6 +41,8 @@ OTHERS = {
     "_tp_plan",
     "_no_split_modules",
     "_keep_in_fp32_modules",
+    "_per_s",
+    "_bytes",
 }
 
 

@@ -2,10 +2,13 @@
 
 import copy
 import pickle
+from collections import OrderedDict
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 import weft
 from weft.engines.torch.hooks.past_forward import methods_that_call
@@ -526,6 +529,55 @@ def _raise(gradient):
 def test_a_backward_that_raises_does_not_spoil_the_next():
     zero, one = run_ranks(_torn, 2)
     assert largest_difference(zero, one) == 0
+
+
+# -- a torch that does not call what it was given ----------------------------------------------------
+
+
+class _NeverCalled:
+    """In place of torch's reducer: no gradient reaches it."""
+
+    def __init__(self, *args):
+        pass
+
+    def prepare_for_backward(self, outputs):
+        pass
+
+    def _check_reducer_finalized(self):
+        pass
+
+    def _rebuild_buckets(self):
+        return False
+
+
+def _nothing(*args, **kwargs):
+    return RemovableHandle(OrderedDict())
+
+
+_NOT_CALLED = {
+    "reducer": ("torch.distributed.Reducer", _NeverCalled),
+    "hooks on gradients": ("torch.Tensor.register_post_accumulate_grad_hook", _nothing),
+    "function for buckets": ("weft.torch_internals.register_comm_hook", _nothing),
+}
+
+
+def _not_called(ctx, which):
+    with mock.patch(*_NOT_CALLED[which]):
+        model = _net().float()
+        if which == "function for buckets":
+            model, ctx = weft.with_precision(model, ctx, weft.Precision(reduce=torch.bfloat16))
+        model, ctx = weft.replicate(model, ctx)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(weft.errors.NotSynchronized) as caught:
+            _train(model, optimizer, _x(ctx.rank).float(), steps=1)
+        return str(caught.value), largest_difference(before, list(model.parameters()))
+
+
+@pytest.mark.parametrize("which", _NOT_CALLED)
+def test_what_torch_does_not_call_is_noticed_in_the_first_step(which):
+    for text, change in run_ranks(_not_called, 2, which):
+        assert "averaged" in text and "fix:" in text and not change
 
 
 # -- frozen, tied, sparse, cast ----------------------------------------------------------------------

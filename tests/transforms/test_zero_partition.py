@@ -1,6 +1,7 @@
 """zero_partition: memory of each stage, state in and out, and everything that is refused."""
 
 import copy
+import functools
 import time
 
 import pytest
@@ -61,6 +62,23 @@ def _refusal(fn, *args, **options):
     except (weft.errors.WeftError, ValueError, TypeError) as error:
         return type(error).__name__, str(error)
     return "nothing", ""
+
+
+# -- a torch that does not call what it was given ----------------------------------------------------
+
+
+def _hooks_not_called(ctx, kind):
+    model = _net()
+    model, optimizer, ctx = weft.zero_partition(model, kind(model.parameters(), 0.1), ctx, stage=1)
+    optimizer.step = functools.partial(kind.step.__wrapped__, optimizer)
+    return _refusal(lambda: [_step(model, optimizer, _mine(ctx)) for _ in range(2)])
+
+
+def test_a_step_around_which_no_hook_is_called():
+    for kind in (torch.optim.Adam, torch.optim.Adafactor):  # of which one steps on rows, and one on whole parameters
+        for name, text in run_ranks(_hooks_not_called, 2, kind):
+            assert name == "NotSynchronized" and f"{kind.__name__} steps on whole parameters" in text
+    assert run_ranks(_hooks_not_called, 2, torch.optim.SGD) == [("nothing", "")] * 2  # has no state to divide
 
 
 # -- memory -----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from weft import torch_internals
 from weft.checks import check_choice
 from weft.collectives.primitives import enter
 from weft.context import DistContext
@@ -148,7 +149,7 @@ class _Loss(torch.autograd.Function):
 
 def _check_classes(known: torch.Tensor, target: torch.Tensor) -> None:
     if target.device.type != "cpu":
-        torch._assert_async(known.all())  # without waiting for the device, as torch's own loss
+        torch_internals.check_later(known.all())  # without waiting for the device, as torch's own loss
     elif not known.all():
         raise value_error(
             f"{_WHAT}: class indices are outside the vocabulary",

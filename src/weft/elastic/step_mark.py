@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.checkpoint.state.collect import Checkpoint
 from weft.context import DistContext
 from weft.contract import GradSync, offered
@@ -81,13 +82,13 @@ class StepMark:
         self._values = [_value_of(obj) for obj in self._others]
         self._options = [[_options_of(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
         self._random = RngState.capture(self._ctx.device, self._ctx.engine) if self._has_rng else None
-        parts = (module._buffers for module in self._modules if module._buffers)
+        parts = map(torch_internals.BUFFERS.of, self._modules)
         found = {id(b): b for buffers in parts for b in buffers.values() if b is not None}  # each once
         values = [*found.values(), *map(local, self._apart)]
         if len(values) != len(self._kept) or any(a is not b for a, (b, _) in zip(values, self._kept)):  # noqa: B905
             self._kept = [(value, value.clone()) for value in values]
         elif values:
-            torch._foreach_copy_([kept for _, kept in self._kept], values)
+            torch_internals.foreach_copy([kept for _, kept in self._kept], values)
         self._weights, self._is_taken = None, True
 
     @torch.no_grad()
@@ -127,7 +128,7 @@ class StepMark:
 
 def _place_of(parameter: nn.Parameter) -> tuple[int, int]:
     """What changes with the values of a parameter."""
-    return local(parameter).data_ptr(), parameter._version
+    return local(parameter).data_ptr(), torch_internals.VERSION.of(parameter)
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:

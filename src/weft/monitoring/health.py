@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.checks import check_count
 from weft.collectives import gather_objects, reduce
 from weft.context import DistContext
@@ -184,7 +185,7 @@ class Health:
         """The loss, and whether all gradients are finite: the device is waited for once."""
         grads = [local(p.grad).detach() for p in self._parameters().values() if p.grad is not None]
         dense = [grad for grad in grads if not grad.is_sparse and grad.numel()]
-        largest = list(torch._foreach_norm(dense, math.inf)) if dense else []
+        largest = list(torch_internals.foreach_norm(dense, math.inf)) if dense else []
         largest += [grad.coalesce().values().norm(math.inf) for grad in grads if grad.is_sparse]
         device, is_tensor = self._ctx.device, isinstance(loss, torch.Tensor)
         wide = torch.float32 if device.type == "mps" else torch.float64

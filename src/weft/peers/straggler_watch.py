@@ -337,7 +337,9 @@ def _collective() -> str:
 
 def _is_in_backward() -> bool:
     """Whether the main thread is inside of autograd's engine, and in no hook."""
-    return next((frame.f_code.co_name for _, frame in _calls()), "") == torch_internals.RUN_BACKWARD.name
+    return (
+        next((frame.f_code.co_name for _, frame in _calls()), "") == torch_internals.run_backward.found.__code__.co_name
+    )
 
 
 def _clock_of_main_thread() -> int | None:

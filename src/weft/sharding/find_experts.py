@@ -7,6 +7,7 @@ from typing import NamedTuple, NoReturn
 
 from torch import nn
 
+from weft import torch_internals
 from weft.contract.select_modules import Selection, select
 from weft.engines.torch.ddp.trained import is_reduced
 from weft.errors import AlreadyApplied, listed, value_error
@@ -85,7 +86,7 @@ def is_packed(part: nn.Module) -> bool:
 
 def _stacked(part: nn.Module) -> int:
     """How many experts are stacked in all parameters of a module itself; 0 if they do not say the same."""
-    sizes = {p.shape[0] if p.dim() > 1 else 0 for p in part._parameters.values() if p is not None}
+    sizes = {p.shape[0] if p.dim() > 1 else 0 for p in torch_internals.PARAMETERS.of(part).values() if p is not None}
     return sizes.pop() if len(sizes) == 1 else 0
 
 

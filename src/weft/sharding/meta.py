@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.context import DistContext
 from weft.context.placement import value_device
 from weft.errors import listed, value_error
@@ -163,7 +164,7 @@ def draws(part: nn.Module) -> bool:
 
 
 def _kinds(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return part._parameters, part._buffers
+    return torch_internals.PARAMETERS.of(part), torch_internals.BUFFERS.of(part)
 
 
 def own_tensors(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

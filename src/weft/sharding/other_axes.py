@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft import torch_internals
 from weft.context import DistContext
 from weft.context.sub_contexts import mesh_along, mesh_view
 from weft.contract import Layout, gradient_axes, layouts
@@ -144,7 +145,7 @@ def put_on_our_mesh(module: nn.Module, ctx: DistContext, dims: Dims, besides: Co
             stride=placed.stride(),
         )
         new[parameter] = nn.Parameter(made, requires_grad=parameter.requires_grad)
-        specs[name] = placed._spec
+        specs[name] = torch_internals.DTENSOR_SPEC.of(placed)
     replace_parameters(module, new)
     return specs
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from weft import torch_internals
 from weft.checks import is_of
 from weft.collectives import broadcast
 from weft.context import DistContext
@@ -134,7 +135,7 @@ def _block(
     """The block at one place of a mesh."""
     offsets, lengths = [0] * len(shape), list(shape)
     # What FSDP2 has cut is a part of what the other axes had left, though it comes first.
-    for dim in sorted(range(len(placements)), key=lambda one: type(placements[one]).__name__ == "_StridedShard"):
+    for dim in sorted(range(len(placements)), key=lambda one: torch_internals.strided_shard.holds(placements[one])):
         if not placements[dim].is_replicate():
             cut = placements[dim].dim
             per_rank = -(-lengths[cut] // sizes[dim])

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.context import DistContext
 from weft.contract import check_methods, check_quantized_weights
 from weft.engines.options import ShardOptions
@@ -143,7 +144,8 @@ def check_parameters(what: str, module: nn.Module, options: ShardOptions) -> Non
 
 def check_not_hooked(what: str, whose: str, named: Mapping[str, nn.Parameter], *, fix: str) -> None:
     """Raise if parameters have hooks for their gradients, where others will be in the place of these parameters."""
-    hooked = [name for name, p in named.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    kinds = (torch_internals.TENSOR_HOOKS, torch_internals.ACCUMULATE_HOOKS)
+    hooked = [name for name, p in named.items() if any(kind.of(p) for kind in kinds)]
     if hooked:
         raise value_error(
             f"{what}: hooks on parameters of {whose} would be lost",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from weft import torch_internals
 from weft.context import DistContext
 from weft.context.sub_contexts import mesh_along
 from weft.contract.layout import axes_of_dims
@@ -54,9 +55,5 @@ def stacked_over(tensor: torch.Tensor, ctx: DistContext, axis: str) -> torch.Ten
 def _one_dim_later(placement: Any) -> Any:
     if placement.is_replicate():
         return placement
-    name = type(placement).__name__
-    return (
-        type(placement)(placement.dim + 1, split_factor=placement.split_factor)
-        if name == "_StridedShard"
-        else type(placement)(placement.dim + 1)
-    )
+    factors = {"split_factor": placement.split_factor} if torch_internals.strided_shard.holds(placement) else {}
+    return type(placement)(placement.dim + 1, **factors)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
 from weft.collectives import broadcast
 from weft.context import DistContext
 from weft.context.placement import place_module
@@ -83,7 +84,7 @@ class StageTensors:
         bring_state(module, self._owner, self._line)
         made: dict[int, torch.Tensor] = {}
         for prefix, part in module.named_modules():
-            kinds: tuple[dict[str, Any], dict[str, Any]] = (part._parameters, part._buffers)
+            kinds: tuple[dict[str, Any], ...] = (torch_internals.PARAMETERS.of(part), torch_internals.BUFFERS.of(part))
             for kind in kinds:
                 for name, tensor in kind.items():
                     full_name = f"{prefix}.{name}" if prefix else name
@@ -122,7 +123,7 @@ class StageTensors:
             dist.broadcast(local(parameter.detach()), group=_group(self._line), group_src=0)
         if owner != self._line.rank:
             part = module.get_submodule(prefix)
-            part._parameters[own] = made.setdefault(id(parameter), empty_elsewhere(parameter))
+            torch_internals.PARAMETERS.of(part)[own] = made.setdefault(id(parameter), empty_elsewhere(parameter))
 
     def _brought(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
         real = tensor
@@ -176,12 +177,12 @@ def forget_state(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer])
 
 def _let_go(part: nn.Module, made: dict[int, Any]) -> None:
     for one in part.modules():
-        for name, parameter in one._parameters.items():
+        for name, parameter in torch_internals.PARAMETERS.of(one).items():
             if parameter is not None:
-                one._parameters[name] = made.setdefault(id(parameter), empty_elsewhere(parameter))
-        for name, buffer in one._buffers.items():
+                torch_internals.PARAMETERS.of(one)[name] = made.setdefault(id(parameter), empty_elsewhere(parameter))
+        for name, buffer in torch_internals.BUFFERS.of(one).items():
             if buffer is not None:
-                one._buffers[name] = empty_elsewhere(buffer)
+                torch_internals.BUFFERS.of(one)[name] = empty_elsewhere(buffer)
 
 
 def _group(line: DistContext) -> dist.ProcessGroup:

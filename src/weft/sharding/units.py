@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.contract import offered
 from weft.contract.select_modules import Selection, called_inside, select
 from weft.errors import ContractError, listed, value_error
@@ -148,7 +149,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
                 children = [child for child in children if not any(child is one for one in chosen)]
         for child in children:
             visit(child)
-        own = sum(p.numel() for p in part._parameters.values() if p is not None)
+        own = sum(p.numel() for p in torch_internals.PARAMETERS.of(part).values() if p is not None)
         if part is not module and not list(part.children()) and own >= _LARGE:
             blocks.append(part)
 
@@ -176,7 +177,7 @@ def _sharers(module: nn.Module, owner: Mapping[int, int]) -> dict[int, list[int]
     """The units that hold each parameter, by id."""
     holders: dict[int, list[int]] = {}
     for part in module.modules():
-        for p in part._parameters.values():
+        for p in torch_internals.PARAMETERS.of(part).values():
             if p is not None:
                 holders.setdefault(id(p), []).append(owner[id(part)])
     return holders

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.checkpoint.format.manifest import Manifest, TensorEntry
 from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.checkpoint.format.transfer import of_one_kind
@@ -432,9 +433,9 @@ def _mean(value: Any, parameter: torch.Tensor) -> Any:
 
 def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `load_state_dict` makes the very tensors it is given the state: that of torch's own, without hooks."""
-    hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    hooks = (torch_internals.LOAD_OPTIMIZER_PRE_HOOKS, torch_internals.LOAD_OPTIMIZER_POST_HOOKS)
     is_own = type(optimizer).__module__.startswith("torch.optim.")
-    return is_own and not any(getattr(optimizer, name, True) for name in hooks)
+    return is_own and not any(kind.of(optimizer) for kind in hooks)
 
 
 def _may_be_overwritten(held: Held, parameter: torch.Tensor, entry: TensorEntry) -> bool:

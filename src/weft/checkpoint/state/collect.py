@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.checkpoint.state.adapters import adapters_of
 from weft.checkpoint.state.json_values import check_tensor, check_values, encode
@@ -62,8 +63,6 @@ __all__ = [
 
 T = TypeVar("T")
 Around: TypeAlias = Callable[[Literal["save", "restore"]], object]
-
-_COMPILED = "_orig_mod"
 
 
 @runtime_checkable
@@ -227,7 +226,9 @@ def check_state(what: str, state: object) -> None:
 
 def _unwrapped(obj: Any) -> Any:
     """The module itself, if `torch.compile(module)` put a wrapper around it."""
-    return obj._modules.get(_COMPILED, obj) if isinstance(obj, nn.Module) else obj
+    if not isinstance(obj, nn.Module):
+        return obj
+    return torch_internals.MODULES.of(obj).get(torch_internals.COMPILED_MODULE.name, obj)
 
 
 def plain_name(name: str) -> str:
@@ -237,7 +238,7 @@ def plain_name(name: str) -> str:
         >>> plain_name("_orig_mod.layers.0._orig_mod.weight")
         'layers.0.weight'
     """
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+    return ".".join(part for part in name.split(".") if part != torch_internals.COMPILED_MODULE.name)
 
 
 # -- reading ----------------------------------------------------------------------------------------
@@ -400,7 +401,7 @@ def tell_keepers(module: nn.Module, changed: Mapping[int, torch.Tensor]) -> None
 
 def is_extra(name: str) -> bool:
     """Whether a key of a state_dict holds what `get_extra_state` returned."""
-    return name.rpartition(".")[2] == "_extra_state"
+    return name.rpartition(".")[2] == str(torch_internals.extra_state.found)
 
 
 def kept_by(module: nn.Module, kind: Callable[..., T]) -> dict[str, T]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.options import Reduction
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.tensors.dtensor import is_sharded
@@ -96,7 +97,7 @@ class ReducedApart:
         dist.all_reduce(flat, group=group)
         as_real(mine).copy_(flat[:length])
         values = mine.split([part.numel() for part in parts])
-        torch._foreach_copy_(parts, [one.view_as(part) for one, part in zip(values, parts, strict=True)])
+        torch_internals.foreach_copy(parts, [one.view_as(part) for one, part in zip(values, parts, strict=True)])
         for name, part in zip(names, parts, strict=True):
             _put(self.named[name], part)
         return flat[length:].tolist() if flags else []

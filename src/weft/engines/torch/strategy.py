@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.options import StrategyOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.first_steps import FirstSteps
@@ -24,7 +25,8 @@ __all__ = ["Strategy", "as_sent", "broadcast"]
 
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
     """Give tensors the values that they have on one rank of the group."""
-    dist._broadcast_coalesced(group, [as_sent(tensor.detach()) for tensor in tensors], 250 * 2**20, source)
+    sent = [as_sent(tensor.detach()) for tensor in tensors]
+    torch_internals.broadcast_coalesced(group, sent, 250 * 2**20, source)
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,6 +131,7 @@ class Strategy:
         self._due = False
         self._reductions += 1
         self._place = self._peers.next_reduction()
+        self._steps.check_called()
 
     def _pass_on_buffers(self, retains_graph: Callable[[], bool], *, reduced: bool = True) -> None:
         """Broadcast buffers after a backward pass, if it was reduced; see [Note: passes that wait]."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from weft import torch_internals
 from weft.contract.select_modules import fits_pattern
 from weft.errors import AlreadyApplied, ContextError, ContractError, listed, type_error, value_error
 from weft.sharding.layers.forward_source import only_feeds
@@ -154,7 +155,7 @@ def check_ties(module: nn.Module, styles: Styles) -> None:
     dims = {"column": 0, "gather": 0, "vocab": 0, "row": 1}
     users: dict[int, dict[str, Any]] = {}
     for name, part in module.named_modules():
-        for own, p in part._parameters.items():
+        for own, p in torch_internals.PARAMETERS.of(part).items():
             if p is not None:
                 style = next((s for n, s in styles.items() if name == n or name.startswith(f"{n}.")), None)
                 users.setdefault(id(p), {})[f"{name}.{own}" if name else own] = style

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from weft import torch_internals
 from weft.checks import check_module
 from weft.contract.select_modules import fits_pattern
 from weft.errors import listed, value_error
@@ -148,7 +149,8 @@ def _inside(name: str, outer: str) -> bool:
 
 def _has_layer(part: nn.Module) -> bool:
     """Whether a style can be applied to a part: the packed experts of some models are parameters of no layer."""
-    return bool(part._parameters) and not any(p is not None and p.dim() > 2 for p in part._parameters.values())
+    own = torch_internals.PARAMETERS.of(part)
+    return bool(own) and not any(p is not None and p.dim() > 2 for p in own.values())
 
 
 def _own_plan(module: nn.Module) -> dict[str, str]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.options import CastOptions
 from weft.engines.torch.amp.cast_again import casting_again, has_large_parameters
 from weft.engines.torch.amp.fp8_linear import multiply_in_fp8
@@ -105,7 +106,7 @@ class PreciseModule:
             if again is not None:
                 again.__exit__()
             if mode is not None:
-                torch.amp.autocast_mode._exit_autocast(mode)
+                mode.__exit__(None, None, None)
         if self.scale is not None and self._calls.depth:
             self._calls.depth -= 1
 
@@ -115,7 +116,8 @@ class PreciseModule:
             module = self._module()
             is_sharded = _is_sharded(module)
             cache = torch.is_autocast_cache_enabled() and not is_sharded
-            mode = torch.amp.autocast_mode._enter_autocast(self._device_type, dtype, enabled, cache)
+            mode = torch.autocast(self._device_type, dtype, enabled, cache)
+            mode.__enter__()
             if is_sharded and enabled and torch.is_grad_enabled() and self._casts_again:
                 again = casting_again()
                 again.__enter__()
@@ -135,11 +137,12 @@ class PreciseModule:
         """Whether a call of the module, besides the one that begins, is on the stack; see the note."""
         module, found = self._module(), 0
         frame: FrameType | None = sys._getframe()
+        forward = torch_internals.CALL.of(nn.Module).__code__
         while frame is not None:
             code = frame.f_code
             if code.co_name == "compile_wrapper":
                 return True  # torch.compile: what runs in it does not show on the stack
-            if code is _FORWARD:
+            if code is forward:
                 found += frame.f_locals.get("self") is module
             elif code is _METHOD:
                 found += frame.f_locals["self"] is self
@@ -153,7 +156,6 @@ class _Calls(threading.local):
     depth = 0
 
 
-_FORWARD = nn.Module._call_impl.__code__
 _METHOD = PreciseModule._around.__code__
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft import torch_internals
+
 __all__ = ["casting_again", "has_large_parameters"]
 
 _SMALL = 4096  # elements: casting so few again takes more time than keeping 8 KiB is worth
@@ -35,7 +37,7 @@ class _Cast:
 
     def __init__(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
         self.parameter = parameter
-        self.version = parameter._version
+        self.version = torch_internals.VERSION.of(parameter)
         self.dtype = tensor.dtype
         self.view = tensor.size(), tensor.stride(), tensor.storage_offset()
 
@@ -47,7 +49,8 @@ class _Cast:
 
 
 def _pack(tensor: torch.Tensor) -> Any:
-    base = tensor if tensor._base is None else tensor._base
+    base = torch_internals.BASE.of(tensor)
+    base = tensor if base is None else base
     if base.numel() < _SMALL:
         return tensor
     if isinstance(tensor, DTensor) and not _is_whole_or_transposed(tensor, base):
@@ -66,10 +69,10 @@ def _unpack(kept: Any) -> torch.Tensor:
     if not isinstance(kept, _Cast):
         return kept  # type: ignore[no-any-return]
     parameter = kept.parameter
-    if parameter._version != kept.version:
+    if torch_internals.VERSION.of(parameter) != kept.version:
         raise RuntimeError(
             f"a parameter of shape {tuple(parameter.shape)} was changed in place after forward has cast it, "
-            f"and backward needs it as it was: version {parameter._version}, expected {kept.version}"
+            f"and backward needs it as it was: version {torch_internals.VERSION.of(parameter)}, expected {kept.version}"
         )
     return kept.again()
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from weft import torch_internals
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.errors import ContractError
 from weft.tensors.dtensor import is_sharded
@@ -102,7 +103,8 @@ def _multiplied(
     """[rows, shared] times the transposed of [columns, shared]."""
     (a, a_scale), (b, b_scale) = left, right
     if _has_kernels(a.device) and len(a):
-        product = torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=torch.bfloat16)
+        scales = {"scale_a": a_scale, "scale_b": b_scale.t()}
+        product: torch.Tensor = torch_internals.scaled_product(a, b.t(), **scales, out_dtype=torch.bfloat16)
         return product.to(dtype)
     return (a.float() @ b.float().t() * a_scale * b_scale.t()).to(dtype)
 

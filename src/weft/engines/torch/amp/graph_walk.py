@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft import torch_internals
+
 __all__ = ["Running", "Survey", "running_backward", "survey"]
 
 
@@ -95,8 +97,9 @@ def running_backward() -> Running:
 
 
 def _engine_call(frame: FrameType | None) -> dict[str, Any] | None:
+    entry = torch_internals.run_backward.found.__code__
     while frame is not None:
-        if frame.f_code.co_name == "_engine_run_backward":
+        if frame.f_code is entry:
             return frame.f_locals
         frame = frame.f_back
     return None

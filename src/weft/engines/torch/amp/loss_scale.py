@@ -26,6 +26,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.torch.amp.graph_walk import running_backward, survey
 from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.errors import ContractError, listed
@@ -115,17 +116,17 @@ class LossScale:
         self._leaves = self._find_leaves(parameters)
         existing = _dense([p.grad for p in self._leaves if p.grad is not None])
         if existing:
-            torch._foreach_mul_(existing, self.value)
+            torch_internals.foreach_mul(existing, self.value)
         self._scaled = True
 
     def _end(self) -> None:
         self._unscale()
         self.backwards += 1
         parameters = self.parameters()
-        self._unstepped = [(p, p._version) for p in parameters if p.grad is not None]
+        self._unstepped = [(p, torch_internals.VERSION.of(p)) for p in parameters if p.grad is not None]
         if self.num_optimizers > 1:
             gradients = {id(p): _held(p.grad) for p in parameters if p.grad is not None}
-            self._ended = {one: (gradient, gradient._version) for one, gradient in gradients.items()}
+            self._ended = {one: (gradient, torch_internals.VERSION.of(gradient)) for one, gradient in gradients.items()}
 
     def was_changed(self, parameters: Collection[torch.Tensor]) -> bool:
         """Whether gradients of these parameters were changed since backward ended, or may have been."""
@@ -133,7 +134,7 @@ class LossScale:
             return True
         there = [(self._ended.get(id(p)), _held(p.grad)) for p in parameters if p.grad is not None]
         return any(
-            ended is not None and (ended[0].data_ptr() != now.data_ptr() or ended[1] != now._version)
+            ended is not None and (ended[0].data_ptr() != now.data_ptr() or ended[1] != torch_internals.VERSION.of(now))
             for ended, now in there
         )
 
@@ -159,7 +160,7 @@ class LossScale:
 
     def _update(self, overflow: torch.Tensor) -> None:
         o = self.options
-        torch._amp_update_scale_(self.value, self._growth, overflow, o.growth, o.backoff, o.growth_every)
+        torch_internals.update_scale(self.value, self._growth, overflow, o.growth, o.backoff, o.growth_every)
         self.moved_at = self.backwards
 
     def settle(self, stepped: Collection[int]) -> None:
@@ -188,7 +189,7 @@ class LossScale:
 
     def _check_optimizer(self) -> None:
         """Raise if an optimizer that knows nothing of the scale changed the parameters."""
-        changed = any(p._version != version for p, version in self._unstepped)
+        changed = any(torch_internals.VERSION.of(p) != version for p, version in self._unstepped)
         self._unstepped = []
         if changed:
             raise ContractError(
@@ -230,7 +231,7 @@ class LossScale:
 
     def _crosses(self, node: Any) -> bool | None:
         """Whether a node of the graph leads into (True) or out of (False) this module; else None."""
-        if getattr(node, "_forward_cls", None) is _Border and node.scale is self:
+        if torch_internals.FORWARD_CLASS.get(node) is _Border and node.scale is self:
             return bool(node.entering)
         return None
 
@@ -280,7 +281,7 @@ def check_finite(gradients: list[torch.Tensor], no: torch.Tensor, factor: torch.
     for gradient in _dense(gradients):
         kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for same in kinds.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(same, found, factor)
+        torch_internals.unscale(same, found, factor)
     return found
 
 
@@ -293,7 +294,7 @@ def _held(gradient: torch.Tensor) -> torch.Tensor:
 
 def _dense(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """The same numbers as dense real tensors, in the same memory; of shards, this rank's part."""
-    values = [g._values() if g.is_sparse else g for g in map(local, gradients)]
+    values = [torch_internals.SPARSE_VALUES.of(g)() if g.is_sparse else g for g in map(local, gradients)]
     return [torch.view_as_real(g) if g.is_complex() else g for g in values]
 
 

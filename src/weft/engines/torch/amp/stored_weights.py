@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 
 __all__ = ["StoredWeights"]
@@ -42,7 +43,8 @@ class StoredWeights:
         self._before: list[tuple[nn.Parameter, torch.dtype]] = []
         self._resting: dict[nn.Module, dict[str, Any]] = {}
         for part in parts:
-            own = {name: p for name, p in part._parameters.items() if p is not None and p.is_floating_point()}
+            held = torch_internals.PARAMETERS.of(part)
+            own = {name: p for name, p in held.items() if p is not None and p.is_floating_point()}
             if not isinstance(part, _LAYERS) or not own or any(p.requires_grad for p in own.values()):
                 continue
             for p in own.values():
@@ -60,11 +62,12 @@ class StoredWeights:
     def _cast(self, part: nn.Module, args: Any, kwargs: Any) -> None:
         del args, kwargs
         if part not in self._resting:  # else the layer is called inside its own call
-            resting = self._resting[part] = {name: p for name, p in part._parameters.items() if p is not None}
+            held = torch_internals.PARAMETERS.of(part)
+            resting = self._resting[part] = {name: p for name, p in held.items() if p is not None}
             for name, p in resting.items():
                 if p.is_floating_point():
-                    part._parameters[name] = p.detach().to(self._compute)
+                    held[name] = p.detach().to(self._compute)
 
     def _put_back(self, part: nn.Module, args: Any, output: Any) -> None:
         del args, output
-        part._parameters.update(self._resting.pop(part, {}))
+        torch_internals.PARAMETERS.of(part).update(self._resting.pop(part, {}))

@@ -17,11 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.options import Compress
 from weft.engines.torch.ddp.power_sgd import PowerSgdHook
 from weft.tensors.pairwise import as_real
 
 __all__ = ["Buckets", "sparse_gradients"]
+
+_Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 class Buckets:
@@ -51,14 +54,21 @@ class Buckets:
         self._sparse = [name in by_name for name in names]
         if isinstance(compress, PowerSgdHook):
             compress.take(self._parameters)
-        self._hook = _in_dtype(dtype) if compress is None and dtype is not None else compress
+        hook = _in_dtype(dtype) if compress is None and dtype is not None else compress
         is_whole = order is not None and sum(map(len, order)) == len(parameters)  # none was frozen or unfrozen since
         self.order = [list(bucket) for bucket in order] if order is not None and is_whole else None
+        self._told = bytearray([hook is None])
+        self._hook = None if hook is None else _noting(hook, self._told)
         self._make_reducer()
 
+    @property
+    def is_told(self) -> bool:
+        """Whether torch has called what is to reduce the buckets; True where torch itself does that."""
+        return bool(self._told[0])
+
     def _make_reducer(self) -> None:
-        limits = [min(dist._DEFAULT_FIRST_BUCKET_BYTES, self._bucket_bytes), self._bucket_bytes]
-        buckets, sizes = dist._compute_bucket_assignment_by_size(self._parameters, limits, self._sparse)
+        limits = [min(torch_internals.FIRST_BUCKET_BYTES.found, self._bucket_bytes), self._bucket_bytes]
+        buckets, sizes = torch_internals.assign_buckets(self._parameters, limits, self._sparse)
         self._reducer = dist.Reducer(
             self._parameters,
             self.order or list(reversed(buckets)),  # gradients come last layer first
@@ -72,7 +82,7 @@ class Buckets:
             limits[0],
         )
         if self._hook is not None:
-            dist._register_comm_hook(self._reducer, self._group, self._hook)
+            torch_internals.register_comm_hook(self._reducer, self._group, self._hook)
 
     def prepare(self) -> None:
         """Nothing to prepare: the buckets are there."""
@@ -83,11 +93,11 @@ class Buckets:
 
     def end(self, got: bytearray) -> None:
         """Check that all buckets have travelled; once, reorder them as the gradients really came."""
-        self._reducer._check_reducer_finalized()
+        torch_internals.REDUCER_FINISHED.of(self._reducer)()
         # torch does not tell what is in the new buckets but so, nor at all where gradients are sparse.
-        if self.order is None and not any(self._sparse) and self._reducer._rebuild_buckets():
+        if self.order is None and not any(self._sparse) and torch_internals.REBUILD_BUCKETS.of(self._reducer)():
             place = {id(p): i for i, p in enumerate(self._parameters)}
-            buckets: list[dist.GradBucket] = self._reducer._get_zeros_like_grad_buckets()
+            buckets: list[dist.GradBucket] = torch_internals.BUCKET_VIEWS.of(self._reducer)()
             self.order = [[place[id(p)] for p in bucket.parameters()] for bucket in buckets]
 
     def undo(self) -> None:
@@ -104,7 +114,17 @@ def sparse_gradients(module: nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters() if id(p) in sparse and p.requires_grad]
 
 
-def _in_dtype(dtype: torch.dtype) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:
+def _noting(hook: _Hook, told: bytearray) -> _Hook:
+    """The hook, noting that it was called; it must not hold the buckets, whose reducer holds it in C++."""
+
+    def call(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        told[0] = 1
+        return hook(group, bucket)
+
+    return call
+
+
+def _in_dtype(dtype: torch.dtype) -> _Hook:
     """A communication hook that rounds a bucket to `dtype`, averages it, and widens it again."""
 
     def reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

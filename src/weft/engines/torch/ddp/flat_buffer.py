@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.options import ReduceOptions
 from weft.engines.torch.ddp.buckets import sparse_gradients
 from weft.errors import ContractError
@@ -30,7 +31,7 @@ def fit_one_message(module: nn.Module, options: ReduceOptions) -> bool:
     own = [p for name, p in module.named_parameters() if p.requires_grad and name not in options.apart]
     return (
         len(own) >= _MANY
-        and sum(p.nbytes for p in own) <= min(dist._DEFAULT_FIRST_BUCKET_BYTES, options.bucket_bytes)
+        and sum(p.nbytes for p in own) <= min(torch_internals.FIRST_BUCKET_BYTES.found, options.bucket_bytes)
         and not any(p.is_meta or p.is_complex() or not p.numel() or p.layout is not torch.strided for p in own)
         and options.unused == "error"
         and options.compress is None

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.options import ReduceOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.amp.graph_walk import running_backward
@@ -128,14 +129,14 @@ class GradientReducer(Strategy):
         if self.finds_unused and all(p.grad is None for p in trained.parameters):
             trained.forget()  # zero_grad: what a window that was left early used is gone
         if with_gradients:
-            self._called_at = trained.parameters[0]._version
+            self._called_at = torch_internals.VERSION.of(trained.parameters[0])
             self.transport.prepare()
             if self._buffers is not None:
                 self._buffers.watch(output)
         finds_unused = self.finds_unused and not in_torch_func()
         return self.transport.expect(output, enabled=self.enabled) if finds_unused else output
 
-    @torch._disable_dynamo
+    @torch_internals.untraced
     def _look(self) -> None:
         """Notice what is other than in the last forward pass: parameters, which of them are trained, optimizers.
 
@@ -167,7 +168,7 @@ class GradientReducer(Strategy):
         """The first gradient of a backward pass has reached parameter `index`."""
         trained = self._trained
         # Steps change the version: a call before the last step is no excuse for this backward.
-        if self._called_at != trained.parameters[0]._version:
+        if self._called_at != torch_internals.VERSION.of(trained.parameters[0]):
             name = trained.names[index]
             raise_past_forward(self._what, name, self._module(), self._class_name, self._options.methods)
         if torch.is_grad_enabled():
@@ -199,6 +200,8 @@ class GradientReducer(Strategy):
             self._apart.average(forget_unused=self.finds_unused)
         self._note_reduction()
         trained.note_reduced()
+        if self._reductions == 1:
+            self._first_steps.note_reduced(trained.same_on_all())
         self._pass_on_buffers(lambda: running_backward().retains_graph)
         if missing:
             self._raise_unused(missing)
@@ -215,7 +218,7 @@ class GradientReducer(Strategy):
             trained.forget()
             self._first_steps.note_nothing(self._reductions)
             self._peers.count(number, 1)
-        self._called_at = trained.parameters[0]._version
+        self._called_at = torch_internals.VERSION.of(trained.parameters[0])
         transport.prepare()
         if not self.finds_unused:
             trained.got[:] = b"\1" * len(trained.got)
@@ -239,7 +242,7 @@ class GradientReducer(Strategy):
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce what is pending, so that a step never sees gradients of one rank alone."""
         trained = self._trained
-        if torch._C._current_graph_task_id() != -1:
+        if torch_internals.graph_task_id() != -1:
             raise_step_inside(self._what, self._class_name)
         if trained.has_pending() and not self.enabled:
             self._raise_in_window()

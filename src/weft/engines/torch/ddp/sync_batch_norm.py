@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules._functions import SyncBatchNorm as _NativeSyncBatchNorm
 
+from weft import torch_internals
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.errors import value_error
 
@@ -27,6 +27,8 @@ class _Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
+        # Looked up here: a compiler cannot trace that.
+        self.native: Any = None if group is None else torch_internals.sync_batch_norm.found
 
     def release(self) -> None:
         self.group = None
@@ -38,7 +40,7 @@ class _Ranks:
         return _Ranks, (None,)
 
 
-class _OverRanks(nn.modules.batchnorm._BatchNorm):
+class _OverRanks(torch_internals.batch_norm.base):  # type: ignore[name-defined, misc]
     """Mixed in before one of torch's batch norms."""
 
     weft_ranks: _Ranks
@@ -46,8 +48,9 @@ class _OverRanks(nn.modules.batchnorm._BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         group = self.weft_ranks.group
         if not self.training or group is None:
-            return super().forward(input)
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+            alone: torch.Tensor = super().forward(input)
+            return alone
+        torch_internals.CHECK_SHAPE.of(self)(input)
         factor = self.momentum
         running_mean = running_var = None
         if self.track_running_stats:
@@ -60,7 +63,7 @@ class _OverRanks(nn.modules.batchnorm._BatchNorm):
         if input.is_cpu:
             output: torch.Tensor = _BatchNormOverRanks.apply(*arguments)  # type: ignore[no-untyped-call]
         else:
-            output = _NativeSyncBatchNorm.apply(*arguments, dist.get_world_size(group))
+            output = self.weft_ranks.native.apply(*arguments, dist.get_world_size(group))
         return output
 
 

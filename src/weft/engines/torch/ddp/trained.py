@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.options import ReduceOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.method_hooks import Removable
@@ -22,7 +23,6 @@ from weft.errors import ContractError, listed
 __all__ = ["Trained", "check_hooks", "is_reduced"]
 
 _RARELY = 16  # calls of a module
-_VERSION = operator.attrgetter("_version")
 
 
 class Arrival(Protocol):
@@ -211,10 +211,10 @@ class Trained:
             self.pending = False
 
     def _versions(self) -> int:
-        return sum(map(_VERSION, self.parameters))
+        return sum(map(operator.attrgetter(torch_internals.VERSION.name), self.parameters))
 
     def _gradient_versions(self) -> int:
-        return sum(p.grad._version + 1 for p in self.parameters if p.grad is not None)
+        return sum(torch_internals.VERSION.of(p.grad) + 1 for p in self.parameters if p.grad is not None)
 
 
 def _guard(
@@ -244,7 +244,7 @@ def _gradient_node(parameter: nn.Parameter) -> Any:
 
 def is_reduced(parameter: nn.Parameter) -> bool:
     """Whether a reducer watches this parameter already."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    hooks = torch_internals.ACCUMULATE_HOOKS.of(parameter) or {}
     return any(getattr(hook, "__qualname__", "") == "_guard.<locals>.guard" for hook in hooks.values())
 
 
@@ -260,7 +260,7 @@ def check_hooks(what: str, class_name: str, named: Iterable[tuple[str, nn.Parame
     Raises:
         ContractError: There is one.
     """
-    hooked = [name for name, p in named if len(getattr(p, "_post_accumulate_grad_hooks", None) or ()) > own]
+    hooked = [name for name, p in named if len(torch_internals.ACCUMULATE_HOOKS.of(p) or ()) > own]
     if hooked:
         raise ContractError(
             f"{what}: hooks on parameters of {class_name} would see the gradients of one rank",

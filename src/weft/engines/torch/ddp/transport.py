@@ -13,6 +13,7 @@ from torch import nn
 from weft.engines.options import ReduceOptions
 from weft.engines.torch.ddp.buckets import Buckets
 from weft.engines.torch.ddp.flat_buffer import FlatBuffer
+from weft.engines.torch.hooks.first_steps import not_averaged
 from weft.errors import NotSynchronized
 from weft.tensors.nested import map_tensors, tensors
 
@@ -128,10 +129,17 @@ class Transport:
         self.armed = True
 
     def end(self, got: bytearray) -> None:
-        """A backward pass that communicates has ended; `got[i]` tells whether parameter i got a gradient."""
+        """A backward pass that communicates has ended; `got[i]` tells whether parameter i got a gradient.
+
+        Raises:
+            NotSynchronized: Torch has averaged them in another way than it was told to.
+        """
         self.armed = False
         if self.channel is not None:
             self.channel.end(got)
+        if isinstance(self.channel, Buckets) and not self.channel.is_told:
+            found = "gradients came, and the function that sends them was not called"
+            raise not_averaged(self._options.strategy, self._class_name, found)
 
     def forget_outputs(self) -> None:
         """Their graph is done."""

@@ -13,9 +13,13 @@ from collections.abc import Callable
 
 import torch
 
+from weft import torch_internals
+
 __all__ = ["BackwardSession", "after_callbacks", "inside_backward"]
 
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+def _queue_callback(run: Callable[[], None]) -> None:
+    torch_internals.execution_engine.found.queue_callback(run)
 
 
 class BackwardSession:
@@ -61,7 +65,7 @@ class BackwardSession:
 
     def was_torn(self) -> bool:
         """Whether the last backward pass raised and never ended; forgets it."""
-        if self.flag[0] and torch._C._current_graph_task_id() == -1:
+        if self.flag[0] and torch_internals.graph_task_id() == -1:
             self.flag[0] = 0
             return True
         return False

@@ -7,13 +7,14 @@ gradients that nobody clears or that are cleared or clipped within a window. Wha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from weft import torch_internals
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import after_callbacks
 from weft.engines.torch.hooks.program_lines import applied
@@ -21,8 +22,9 @@ from weft.errors import AlreadyApplied, NotSynchronized, listed, warn
 from weft.tensors.bit_sums import can_be_read, sums_of_bits
 from weft.tensors.dtensor import local
 from weft.tensors.nested import tensors
+from weft.version import TESTED_TORCH
 
-__all__ = ["FirstSteps"]
+__all__ = ["FirstSteps", "not_averaged"]
 
 _NUM_BATCHES = 2  # that differ on this rank and are equal on all ranks: by chance next to never
 _MAX_TENSORS = 8
@@ -51,11 +53,12 @@ class FirstSteps:
         self._stepped: int | None = None  # version of the gradient that was stepped on
         self._adds = False  # whether backward passes have added to it since
         self._kept: int | None = None  # version of a gradient of this window that is not reduced yet
+        self._reduced: dict[str, int] | None = None  # sums of bits of the first gradients that were reduced
         self._warned: set[str] = set()
 
     # -- data and weights --------------------------------------------------------------------------
 
-    @torch._disable_dynamo
+    @torch_internals.untraced
     def see_inputs(self, module: nn.Module | None, args: Any, kwargs: Any) -> None:
         """A forward pass with gradients has these arguments.
 
@@ -65,7 +68,7 @@ class FirstSteps:
         if self._seen < _NUM_BATCHES:
             self._seen += 1
             self.wants_inputs = self._seen < _NUM_BATCHES
-            outer = DistributedDataParallel._get_active_ddp_module()
+            outer = torch_internals.active_ddp()
             if outer is not None and any(part is module for part in outer.modules()):
                 raise AlreadyApplied(
                     f"{self._what}: torch's DistributedDataParallel reduces gradients of {self._class_name} as well",
@@ -87,10 +90,10 @@ class FirstSteps:
         Collectives: none; a meeting in the first step and one in the second.
 
         Raises:
-            NotSynchronized: On all ranks; weights differ before the first step.
+            NotSynchronized: On all ranks; weights differ before the first step, or torch did not average gradients.
         """
         if number == 1:
-            self._compare_weights({name: p for name, p in weights.items() if can_be_read(p)})
+            self._compare_first({name: p for name, p in weights.items() if can_be_read(p)})
         elif number == _NUM_BATCHES and not self._peers.pretended:
             everyone = self._peers.meet("batches of the first steps", self._batches)
             changes = len(set(self._batches)) == _NUM_BATCHES
@@ -116,13 +119,17 @@ class FirstSteps:
             "model(x) in weft.contract.no_sync",
         )
 
-    def _compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        mine = sums_of_bits(weights.values())
+    def _compare_first(self, weights: Mapping[str, torch.Tensor]) -> None:
+        mine = (dict(zip(weights, sums_of_bits(weights.values()), strict=True)), self._reduced or {})
         digest = hashlib.sha256(repr(mine).encode()).hexdigest()
         if len(set(self._peers.meet("weights before the first step", digest))) == 1:
             return
         everyone = self._peers.meet("weights that differ", mine)
-        differing = [name for name, *ours in zip(weights, *everyone, strict=True) if len(set(ours)) > 1]
+        differing, gradients = (_differing(ours) for ours in zip(*everyone, strict=True))
+        if not differing:
+            raise not_averaged(
+                self._what, self._class_name, f"after a backward pass, they differ in {listed(gradients)}"
+            )
         raise NotSynchronized(
             f"{self._what}: weights of {self._class_name} differ between the ranks before the first step",
             found=f"changed after {self._what}, not on all ranks alike: {listed(differing)}",
@@ -132,6 +139,12 @@ class FirstSteps:
         )
 
     # -- gradients ---------------------------------------------------------------------------------
+
+    def note_reduced(self, named: Mapping[str, nn.Parameter]) -> None:
+        """A backward pass has reduced the gradients of these parameters: until they are changed they are the same."""
+        if self._reduced is None:
+            gradients = {name: p.grad for name, p in named.items() if p.grad is not None and can_be_read(p.grad)}
+            self._reduced = dict(zip(gradients, sums_of_bits(gradients.values()), strict=True))
 
     def note_step(self, number: int, probe: nn.Parameter | None, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps; `probe` is a parameter whose gradient tells of the others."""
@@ -151,7 +164,7 @@ class FirstSteps:
                 "gradients that are cleared after each step",
                 "optimizer.step(); optimizer.zero_grad()",
             )
-        self._stepped = probe.grad._version if self.wants_gradients else None
+        self._stepped = torch_internals.VERSION.of(probe.grad) if self.wants_gradients else None
 
     def note_kept(self, probe: nn.Parameter | None) -> None:
         """A backward pass of a window is about to end, and its gradients are not reduced."""
@@ -160,7 +173,7 @@ class FirstSteps:
 
     def _note_kept(self, probe: nn.Parameter) -> None:
         self._stepped = None
-        self._kept = None if probe.grad is None else probe.grad._version
+        self._kept = None if probe.grad is None else torch_internals.VERSION.of(probe.grad)
         self._kept_often += 1
 
     def begin_window(self) -> None:
@@ -186,14 +199,16 @@ class FirstSteps:
         """
         if self._kept is None or probe is None:
             return
-        if probe.grad is None or (probe.grad._version != self._kept and not _has_numbers(probe.grad)):
+        if probe.grad is None or (
+            torch_internals.VERSION.of(probe.grad) != self._kept and not _has_numbers(probe.grad)
+        ):
             self._warn(
                 f"{self._what}: gradients of {self._class_name} were cleared in the middle of a window",
                 "zero_grad between the micro-batches of a window, whose gradients are to be added up",
                 "zero_grad once per window, after the step",
                 "for batch in window: ...; then optimizer.step() and optimizer.zero_grad(), after the inner loop",
             )
-        elif probe.grad._version != self._kept:
+        elif torch_internals.VERSION.of(probe.grad) != self._kept:
             raise NotSynchronized(
                 f"{self._what}: gradients of {self._class_name} were changed in the middle of a window",
                 found="gradients of one rank that were clipped or scaled before they were averaged over the ranks",
@@ -218,12 +233,27 @@ class FirstSteps:
             self._adds = False
         elif stepped is not None:
             # Gradients in one bucket share a version, and one parameter has got its gradient already.
-            self._adds = probe.grad._version - stepped <= 1
+            self._adds = torch_internals.VERSION.of(probe.grad) - stepped <= 1
 
     def _warn(self, problem: str, found: str, expected: str, fix: str) -> None:
         if problem not in self._warned:
             self._warned.add(problem)
             warn(problem, found=found, expected=expected, fix=fix)
+
+
+def not_averaged(what: str, class_name: str, found: str) -> NotSynchronized:
+    """The error of a strategy that torch did not call: to be raised by all ranks, in the first step."""
+    return NotSynchronized(
+        f"{what}: torch has not averaged the gradients of {class_name} as it was told to",
+        found=f"{found}; torch {torch.__version__}",
+        expected=f"a version that weft is tested with: torch {', '.join(TESTED_TORCH)}",
+        fix=f"pip install 'torch=={TESTED_TORCH[-1]}'",
+    )
+
+
+def _differing(everyone: Sequence[Mapping[str, int]]) -> list[str]:
+    """Names of what is not the same on all ranks."""
+    return [name for name in dict.fromkeys(chain(*everyone)) if len({one.get(name) for one in everyone}) > 1]
 
 
 def _has_numbers(gradient: torch.Tensor) -> bool:

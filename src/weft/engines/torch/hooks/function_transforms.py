@@ -7,17 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.errors import ContractError
 
 __all__ = ["check_torch_func", "in_torch_func", "refuse_torch_func"]
 
-_innermost: Any = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
-
 
 def in_torch_func() -> bool:
     """Whether `grad`, `vmap`, `jvp` or the like is running: it returns gradients, and adds nothing up in `.grad`."""
-    return not torch.compiler.is_compiling() and _innermost() is not None
+    return not torch.compiler.is_compiling() and torch_internals.interpreter() is not None
 
 
 def check_torch_func(what: str, class_name: str) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from weft import torch_internals
+
 __all__ = ["Removable", "Routed", "arounds", "attach", "route_calls"]
 
 
@@ -86,14 +88,14 @@ def route_calls(module: nn.Module, removable: Removable, route: Callable[[Callab
 
     Takes the place in which `Module.compile` puts its function.
     """
-    earlier = module._compiled_call_impl
-    module._compiled_call_impl = Routed(weakref.ref(module), earlier, route)
+    earlier = torch_internals.COMPILED_CALL.of(module)
+    torch_internals.COMPILED_CALL.set(module, Routed(weakref.ref(module), earlier, route))
     owner = weakref.ref(module)
 
     def restore() -> None:
         alive = owner()
         if alive is not None:
-            alive._compiled_call_impl = earlier
+            torch_internals.COMPILED_CALL.set(alive, earlier)
 
     removable.add(restore)
 
@@ -111,7 +113,7 @@ class Routed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what it was routed to."""
         module: Any = self._module()
-        return self._route(self._earlier or module._call_impl, args, kwargs)
+        return self._route(self._earlier or torch_internals.CALL.of(module), args, kwargs)
 
 
 class _Hook:

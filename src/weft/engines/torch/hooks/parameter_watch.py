@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.program_lines import applied, path
 from weft.errors import ContractError, listed
@@ -47,7 +48,8 @@ class ParameterWatch:
     def look(self, module: nn.Module) -> None:
         """Take the parameters as they are."""
         parts = list(module.modules())
-        self._places: list[dict[str, Any]] = [place for part in parts for place in (part._modules, part._parameters)]
+        kinds = (torch_internals.MODULES, torch_internals.PARAMETERS)
+        self._places: list[dict[str, Any]] = [kind.of(part) for part in parts for kind in kinds]
         self._held = list(chain.from_iterable(map(dict.values, self._places)))
         named = dict(module.named_parameters())
         self.trained = {name: p for name, p in named.items() if p.requires_grad and not is_elsewhere(p)}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.tensors.nested import tensors
 
 __all__ = ["SharedBuffers"]
@@ -29,10 +30,10 @@ class SharedBuffers:
         self._entered: set[_Pass] = set()
         self._away: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what the module has, and in whose place
 
-    @torch._disable_dynamo
+    @torch_internals.untraced
     def watch(self, output: Any) -> None:
         """The module was called with gradients, and returned this."""
-        if torch._C._current_graph_task_id() != -1:
+        if torch_internals.graph_task_id() != -1:
             return  # computed again, inside backward
         one = _Pass()
         for tensor in tensors(output):
@@ -72,7 +73,8 @@ class SharedBuffers:
         """Put other tensors in the place of those with these ids."""
         module = self._module()
         for part in () if module is None else module.modules():
-            part._buffers.update({name: others[id(b)] for name, b in part._buffers.items() if id(b) in others})
+            own = torch_internals.BUFFERS.of(part)
+            own.update({name: others[id(b)] for name, b in own.items() if id(b) in others})
 
 
 class _Pass:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.torch.parts.left_gathered import drop_gathered
 from weft.errors import ContractError, listed, value_error
 from weft.tensors.dtensor import cut_like, is_sharded
@@ -61,10 +62,10 @@ class WeightAverages:
         with torch.no_grad():
             for kept, now in _by_kind(self._values, self.live()):
                 if weight == 1:
-                    torch._foreach_copy_(kept, now)
+                    torch_internals.foreach_copy(kept, now)
                 else:
                     same = [n if n.dtype == k.dtype else n.to(k.dtype) for k, n in zip(kept, now, strict=True)]
-                    torch._foreach_lerp_(kept, same, weight)
+                    torch_internals.foreach_lerp(kept, same, weight)
 
     def put_in(self) -> Named:
         """Write the averages into the module; returns what to give `put_back`."""
@@ -99,7 +100,7 @@ class WeightAverages:
     def _write(self, targets: Named, values: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for goals, sources in _by_kind({name: _local(t) for name, t in targets.items()}, values):
-                torch._foreach_copy_(goals, sources)
+                torch_internals.foreach_copy(goals, sources)
         torch.clear_autocast_cache()  # an autocast around all this keeps casts of the old values
 
     # -- as a state ------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from weft import torch_internals
 from weft.checks import is_of
 from weft.engines.options import StepMeshes
 from weft.engines.torch.optim.flat_step import is_elementwise
@@ -24,7 +25,7 @@ from weft.engines.torch.optim.state_layout import state_layout
 from weft.engines.torch.optim.swapped_step import Groups, SwappedStep
 from weft.errors import OrderError
 from weft.tensors.dtensor import full_tensor
-from weft.tensors.nested import map_tensors
+from weft.tensors.nested import map_tensors, tensors
 
 __all__ = ["WholeStep", "check_steps_on_shards"]
 
@@ -54,6 +55,15 @@ class WholeStep(SwappedStep):
         for parameter, state in optimizer.state.items() if optimizer is not None else ():
             if not isinstance(parameter, DTensor) or parameter in self._others:
                 state.update(map_tensors(functools.partial(_joined, parameter=parameter), dict(state)))
+
+    def is_left_out(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer has stepped without these hooks: its state is whole, which is cut here."""
+        return any(
+            value.dim() and value.shape == p.shape and not isinstance(value, DTensor)
+            for p, state in optimizer.state.items()
+            if self._others.get(cast("nn.Parameter", p), (self._mesh, None))[0] is not None
+            for value in tensors(dict(state))
+        )
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep only this rank's part of state that already exists."""
@@ -127,7 +137,7 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
     problem = _problem_of(kind)
     if problem is None and any(_is_uneven(p) for entry in optimizer.param_groups for p in entry["params"]):
         problem = "cannot step on complex shards that differ in size: torch would lose its steps"
-    hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+    hooks = [getattr(hook, "__self__", None) for hook in torch_internals.STEP_PRE_HOOKS.of(optimizer).values()]
     gathers = any(isinstance(one, SwappedStep) or getattr(one, "by_request", False) for one in hooks)
     if problem is None or gathers:
         return

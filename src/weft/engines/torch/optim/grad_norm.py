@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import torch
 import torch.distributed as dist
 
+from weft import torch_internals
 from weft.errors import value_error
 from weft.tensors.dtensor import local
 from weft.tensors.elsewhere import is_elsewhere
@@ -197,22 +198,22 @@ class Gradients:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for kinds in self._pieces.values():
             for (device, _), tensors in kinds.items():
-                torch._foreach_mul_(tensors, factor if factor.device == device else factor.to(device))
+                torch_internals.foreach_mul(tensors, factor if factor.device == device else factor.to(device))
 
     @torch.no_grad()
     def clamp(self, max_value: float) -> None:
         """Bring every element into [-max_value, max_value]."""
         for kinds in self._pieces.values():
             for tensors in kinds.values():
-                torch._foreach_clamp_min_(tensors, -max_value)
-                torch._foreach_clamp_max_(tensors, max_value)
+                torch_internals.foreach_clamp_min(tensors, -max_value)
+                torch_internals.foreach_clamp_max(tensors, max_value)
 
     @torch.no_grad()
     def zero(self) -> None:
         """Make every element 0, also those that are not finite."""
         for kinds in self._pieces.values():
             for tensors in kinds.values():
-                torch._foreach_zero_(tensors)
+                torch_internals.foreach_zero(tensors)
 
 
 def with_nonfinite_gradient(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -250,7 +251,7 @@ def _norm(kinds: Mapping[Kind, list[torch.Tensor]], p: float, device: torch.devi
         return total
     norms: list[torch.Tensor] = []
     for (_, dtype), same in kinds.items():
-        norms += torch._foreach_norm(same, p, dtype=torch.float32 if dtype in _LOW else None)
+        norms += torch_internals.foreach_norm(same, p, dtype=torch.float32 if dtype in _LOW else None)
     if len(kinds) > 1:
         norms = [norm.to(norms[0].device) for norm in norms]
     joined: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), p)

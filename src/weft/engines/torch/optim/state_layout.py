@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
+from weft import torch_internals
 from weft.tensors.dtensor import cut_like, full_tensor, local
 
 __all__ = ["StateLayout", "state_layout"]
@@ -74,14 +74,16 @@ def state_layout(parameter: torch.Tensor, rows: DeviceMesh | None, cut: DeviceMe
     if rows is None or not parameter.dim():
         return StateLayout(parameter, None, cut, tuple(parameter.placements))
     pieces = math.prod(cut.size(dim) for dim, one in enumerate(parameter.placements) if one == Shard(0))
-    first = Shard(0) if pieces == 1 else _StridedShard(0, split_factor=pieces)
+    first = Shard(0) if pieces == 1 else torch_internals.strided_shard(0, split_factor=pieces)
     return StateLayout(parameter, rows, _joined(rows, cut), (first, *parameter.placements))
 
 
 def _joined(rows: DeviceMesh, cut: DeviceMesh) -> DeviceMesh:
     """Two parts of one mesh as one."""
-    if hasattr(DeviceMesh, "_concatenate"):
-        return DeviceMesh._concatenate([rows, cut])
-    whole: Any = device_mesh._mesh_resources.get_root_mesh(rows)  # type: ignore[unreachable, unused-ignore]  # torch 2.9
-    found: DeviceMesh = whole[(*(rows.mesh_dim_names or ()), *(cut.mesh_dim_names or ()))]
+    found: DeviceMesh
+    if torch_internals.JOIN_MESHES.exists:
+        found = torch_internals.JOIN_MESHES.of(DeviceMesh)([rows, cut])
+    else:
+        whole = torch_internals.mesh_resources.found.get_root_mesh(rows)
+        found = whole[(*(rows.mesh_dim_names or ()), *(cut.mesh_dim_names or ()))]
     return found

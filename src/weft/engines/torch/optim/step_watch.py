@@ -12,20 +12,21 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
+from weft import torch_internals
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import after_every_step, before_every_step
 from weft.engines.torch.optim.closures import replace_closure
 from weft.engines.torch.parts.no_file import refuse_optimizer_file
 from weft.errors import ContractError, NotSynchronized, listed
 from weft.tensors.dtensor import is_sharded, local
+from weft.version import TESTED_TORCH
 
 __all__ = ["StepOwner", "Steps", "check_same_gradients", "optimizers_of", "raise_step_inside", "settings_of"]
 
@@ -66,6 +67,14 @@ class StepOwner(Protocol):
     def settings(self) -> Mapping[str, object]:
         """What of the module has to be equal on all ranks and may change: dropout, training or evaluation."""
         ...
+
+
+@runtime_checkable
+class StepInParts(Protocol):
+    """Hooks on an optimizer that let it step on parts of its parameters."""
+
+    def is_left_out(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it has stepped without them."""
 
 
 class Steps:
@@ -119,7 +128,7 @@ class Steps:
         Returns:
             Whether optimizers were searched for; not any more when that was often in vain.
         """
-        version = -1 if first is None else first._version
+        version = -1 if first is None else torch_internals.VERSION.of(first)
         self.changed = self._looked and version != self._version and self.number == self._number
         searches = not self._looked or (self.changed and self._searches_left > 0)
         if searches:
@@ -134,8 +143,26 @@ class Steps:
         if optimizer not in self._seen:
             steps = optimizer.register_step_pre_hook(self._before)
             # First of all: other hooks read gradients, which may be pending.
-            optimizer._optimizer_step_pre_hooks.move_to_end(steps.id, last=False)  # type: ignore[attr-defined]
+            torch_internals.STEP_PRE_HOOKS.of(optimizer).move_to_end(steps.id, last=False)
             self._seen[optimizer] = _Seen((steps, optimizer.register_state_dict_post_hook(self._refuse_file)))
+
+    def check_called(self) -> None:
+        """Raise if an optimizer that is to step on parts has stepped, and torch has called no hook on it.
+
+        Raises:
+            NotSynchronized: It has; as every rank has done the same, on all of them.
+        """
+        for optimizer in () if self.number else self._seen:
+            hooks = [getattr(hook, "__self__", None) for hook in torch_internals.STEP_PRE_HOOKS.of(optimizer).values()]
+            if any(isinstance(one, StepInParts) and one.is_left_out(optimizer) for one in hooks):
+                kind = type(optimizer).__name__
+                raise NotSynchronized(
+                    f"{self._what}: {kind} steps on whole parameters",
+                    found=f"state of whole parameters after a step, and no hook on {kind} was called; "
+                    f"torch {torch.__version__}",
+                    expected="the step of the class, around which torch calls hooks: they let it step on a part",
+                    fix=f"optimizer.step()  # of {kind} itself; or pip install 'torch=={TESTED_TORCH[-1]}'",
+                )
 
     def arrange(self, optimizer: torch.optim.Optimizer) -> None:
         """One whose steps are seen is about to step, and no hook on it has run: let it step on tensors of one kind."""
@@ -265,7 +292,7 @@ def settings_of(module: nn.Module) -> dict[str, object]:
     return {
         "trained parameters": sum(p.requires_grad for p in module.parameters()),
         "training": f"{sum(part.training for _, part in parts)} of {len(parts)} parts",
-        "dropout": {name: float(part.p) for name, part in parts if isinstance(part, _DropoutNd)},
+        "dropout": {name: float(part.p) for name, part in parts if torch_internals.dropout.holds(part)},
     }
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from weft import torch_internals
 from weft.engines.options import StepMeshes
 from weft.engines.torch.optim.closures import after_closure
 from weft.engines.torch.optim.rebind import like
@@ -186,7 +187,7 @@ class _Rows(Part):
         else:
             self.values.grad = self._layout.mine(gradient)
             # A view of a bucket comes back step after step; anything else is to be freed.
-            is_kept = gradient._is_view() and not self._is_cut
+            is_kept = torch_internals.IS_VIEW.of(gradient)() and not self._is_cut
             self._gradient = (gradient.data_ptr(), self.values.grad) if is_kept else None
 
         if self.is_copied:
@@ -272,6 +273,15 @@ class PartitionedStep:
                     state[key] = like(value, part.parameter)
         self._parts = []
         self.release()
+
+    def is_left_out(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer has stepped without these hooks: its state is whole, which is cut here."""
+        return any(
+            isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == part.parameter.shape
+            for part in self._all()
+            if isinstance(part, _Rows)
+            for value in optimizer.state.get(part.parameter, {}).values()
+        )
 
     def _take_groups(self, optimizer: torch.optim.Optimizer) -> None:
         self._held = _ids(optimizer)
@@ -426,7 +436,7 @@ class _Message:
     @torch.no_grad()
     def gather(self) -> None:
         """Send this rank's rows, and write the others' into the parameters."""
-        torch._foreach_copy_(self._sent_parts, self._mine)
+        torch_internals.foreach_copy(self._sent_parts, self._mine)
         PairGather.run([self._exchange])
         if self._theirs:  # none, where this rank holds all rows that there are
-            torch._foreach_copy_(self._theirs, self._received)
+            torch_internals.foreach_copy(self._theirs, self._received)

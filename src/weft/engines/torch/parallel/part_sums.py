@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded, local, resting_parameters
 from weft.tensors.elsewhere import is_elsewhere
@@ -58,7 +59,7 @@ class PartSums:
         with torch.no_grad():
             earlier = [local(p.grad) for p in self._parameters(module) if p.grad is not None]
             if earlier:
-                torch._foreach_div_(earlier, ranks)
+                torch_internals.foreach_div(earlier, ranks)
 
     def add_up(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         """Add the parts up. Collectives: one all-reduce per dtype."""

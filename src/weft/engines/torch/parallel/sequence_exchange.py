@@ -13,15 +13,22 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as functional
 
+from weft import torch_internals
 from weft.tensors.sequence_order import Order, rank_order, sequence_order
 
-# Names of torch 2.13, and before.
-_all_gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-_reduce_scatter: Any = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+__all__ = ["Ranks", "find_collectives", "gather_sequences", "heads_to_parts", "parts_to_heads"]
 
-__all__ = ["Ranks", "gather_sequences", "heads_to_parts", "parts_to_heads"]
+_collectives: dict[str, Any] = {}
+
+
+def find_collectives() -> None:
+    """Look up the collectives that a compiler will trace: it cannot trace that they are looked up."""
+    gather, scatter = torch_internals.all_gather_single, torch_internals.reduce_scatter_single
+    if not gather.exists:
+        gather, scatter = torch_internals.all_gather_tensor, torch_internals.reduce_scatter_tensor
+    _collectives.update(all_gather=gather.found, reduce_scatter=scatter.found)
+    _collectives.update(all_to_all=torch_internals.all_to_all.found, wait=torch_internals.wait_for.found)
 
 
 class Ranks(NamedTuple):
@@ -87,7 +94,7 @@ class _AllToAll(torch.autograd.Function):
         ctx.ranks = ranks
         if not flat.numel():
             return flat.clone()
-        return _wait(functional.all_to_all_single(flat.contiguous(), None, None, ranks.group))
+        return _wait(_collectives["all_to_all"](flat.contiguous(), None, None, ranks.group))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -102,15 +109,15 @@ class _Gather(torch.autograd.Function):
         ctx.ranks = ranks
         if not flat.numel():
             return flat.clone()
-        return _wait(_all_gather(flat.contiguous(), 0, ranks.group))
+        return _wait(_collectives["all_gather"](flat.contiguous(), 0, ranks.group))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not gradient.numel():
             return gradient.clone(), None
-        return _wait(_reduce_scatter(gradient.contiguous(), "sum", 0, ctx.ranks.group)), None
+        return _wait(_collectives["reduce_scatter"](gradient.contiguous(), "sum", 0, ctx.ranks.group)), None
 
 
 def _wait(sent: torch.Tensor) -> torch.Tensor:
-    arrived: torch.Tensor = functional.wait_tensor(sent)
+    arrived: torch.Tensor = _collectives["wait"](sent)
     return arrived

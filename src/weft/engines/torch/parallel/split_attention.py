@@ -20,7 +20,13 @@ from torch.nn import functional as F  # noqa: N812  (as everywhere)
 from torch.overrides import TorchFunctionMode
 
 from weft.engines.torch.hooks.method_hooks import Removable, attach
-from weft.engines.torch.parallel.sequence_exchange import Ranks, gather_sequences, heads_to_parts, parts_to_heads
+from weft.engines.torch.parallel.sequence_exchange import (
+    Ranks,
+    find_collectives,
+    gather_sequences,
+    heads_to_parts,
+    parts_to_heads,
+)
 from weft.errors import ContextError, ContractError
 from weft.tensors.sequence_order import chunks
 
@@ -38,6 +44,7 @@ class SplitAttention:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], ranks: Ranks, method: Method) -> None:
+        find_collectives()
         self._removable = Removable()
         self.inside = self.off = False
         self._arounds = {name: _Around(self, name, ranks, method) for name in modules}

@@ -10,11 +10,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from weft import torch_internals
 from weft.errors import value_error
+from weft.private_names import Attribute
 
 __all__ = ["added_hooks", "cut_sequence", "gather_argument", "hooks_of", "join_sequence", "put_first", "take_off"]
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOOKS = {
+    torch_internals.FORWARD_PRE_HOOKS: torch_internals.FORWARD_PRE_HOOKS_WITH_KWARGS,
+    torch_internals.FORWARD_HOOKS: torch_internals.FORWARD_HOOKS_WITH_KWARGS,
+}
+_Known = list[tuple[nn.Module, Attribute, set[int]]]
 
 
 def gather_argument(mesh: DeviceMesh, arrives: Placement) -> Callable[..., Any]:
@@ -77,28 +83,28 @@ def _replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any], change: Callable
     return args, kwargs
 
 
-def hooks_of(part: nn.Module) -> list[tuple[nn.Module, str, set[int]]]:
+def hooks_of(part: nn.Module) -> _Known:
     """The keys of the hooks that a part and those in it have; for `take_off`."""
-    return [(one, hooks, set(vars(one)[hooks])) for one in part.modules() for hooks in _HOOKS]
+    return [(one, hooks, set(hooks.of(one))) for one in part.modules() for hooks in _HOOKS]
 
 
-def added_hooks(before: list[tuple[nn.Module, str, set[int]]]) -> set[int]:
+def added_hooks(before: _Known) -> set[int]:
     """The hooks, by id, that were added since."""
-    return {id(hook) for part, hooks, known in before for key, hook in vars(part)[hooks].items() if key not in known}
+    return {id(hook) for part, hooks, known in before for key, hook in hooks.of(part).items() if key not in known}
 
 
-def put_first(before: list[tuple[nn.Module, str, set[int]]]) -> None:
+def put_first(before: _Known) -> None:
     """Let hooks after forward that were added since run first: those of the user see what one process returns."""
     for part, hooks, known in before:
-        if hooks == "_forward_hooks":
-            for key in reversed([key for key in vars(part)[hooks] if key not in known]):
-                vars(part)[hooks].move_to_end(key, last=False)
+        if hooks is torch_internals.FORWARD_HOOKS:
+            for key in reversed([key for key in hooks.of(part) if key not in known]):
+                hooks.of(part).move_to_end(key, last=False)
 
 
-def take_off(before: list[tuple[nn.Module, str, set[int]]]) -> None:
+def take_off(before: _Known) -> None:
     """Remove the hooks that torch has added since: it has no function for that."""
     for part, hooks, known in before:
-        for key in [key for key in vars(part)[hooks] if key not in known]:
-            for each in (hooks, f"{hooks}_with_kwargs", "_forward_hooks_always_called"):
-                vars(part)[each].pop(key, None)
-        part.__dict__.pop("_distribute_module_applied", None)
+        for key in [key for key in hooks.of(part) if key not in known]:
+            for each in (hooks, _HOOKS[hooks], torch_internals.FORWARD_HOOKS_ALWAYS):
+                each.of(part).pop(key, None)
+        part.__dict__.pop(torch_internals.DISTRIBUTED.name, None)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from weft import torch_internals
 from weft.engines.options import TensorOptions
 from weft.engines.peers import Peers
 from weft.engines.probes import Probe
@@ -106,7 +107,7 @@ class TensorParallelModule(Strategy):
         kept = list(module.parameters())  # so that no id is given away
         ties: dict[int, list[tuple[nn.Module, str]]] = {}
         for part in module.modules():
-            for name, p in part._parameters.items():
+            for name, p in torch_internals.PARAMETERS.of(part).items():
                 if p is not None:
                     ties.setdefault(id(p), []).append((part, name))
         for name, style in options.styles.items():
@@ -120,7 +121,7 @@ class TensorParallelModule(Strategy):
             options.make_real(module)
         for (part, name), *others in ties.values():
             for other, own in others:
-                other._parameters[own] = part._parameters[name]
+                torch_internals.PARAMETERS.of(other)[own] = torch_internals.PARAMETERS.of(part)[name]
         del kept
 
     def _style_of(
@@ -221,7 +222,7 @@ class TensorParallelModule(Strategy):
         self._look(module)
         _hook_outputs(self._entrance)(module, args, output)
 
-    @torch._disable_dynamo
+    @torch_internals.untraced
     def _look(self, module: nn.Module) -> None:
         if self._session.flag[0]:
             self._session.was_torn()
@@ -266,7 +267,7 @@ class TensorParallelModule(Strategy):
 
 def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     part, _, own = name.rpartition(".")
-    return module.get_submodule(part)._parameters, own
+    return torch_internals.PARAMETERS.of(module.get_submodule(part)), own
 
 
 def _hook_outputs(entrance: Callable[[torch.Tensor], None]) -> Callable[..., None]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from weft import torch_internals
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
 
@@ -31,7 +32,7 @@ class CutLayerGradient(DTensor):
         Raises:
             ContractError: Tensors of several kinds are more than numbers.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_internals.without_subclasses():
             given = list(tensors((args, kwargs or {})))
             kinds = {getattr(t, "device_mesh", None): t for t in given if isinstance(t, DTensor) or t.numel() > 1}
             name = getattr(func, "__name__", "")
@@ -43,7 +44,7 @@ class CutLayerGradient(DTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A copy is an ordinary one."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_internals.without_subclasses():
             made: torch.Tensor = memo.setdefault(id(self), self.detach().clone())
         return made
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from weft import torch_internals
 from weft.errors import ContractError
 from weft.tensors.dtensor import axes_of, is_sharded
 
@@ -104,7 +104,7 @@ def check_written(op: Any, args: Any, kwargs: dict[str, Any]) -> None:
     Raises:
         ContractError: It does.
     """
-    if not op._schema.is_mutable:
+    if not torch_internals.schema.of(op).is_mutable:
         return
     for tensor in _written(op, args, kwargs):
         if is_sharded(tensor) and hasattr(_memory(tensor), "weft_copy"):
@@ -117,7 +117,7 @@ def check_written(op: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _written(op: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Any]:
-    for at, argument in enumerate(op._schema.arguments):
+    for at, argument in enumerate(torch_internals.schema.of(op).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[at] if at < len(args) else kwargs.get(argument.name)
             yield from value if isinstance(value, list | tuple) else (value,)
@@ -128,17 +128,20 @@ def _note(base: Any, found: Any) -> None:
     for part in found if isinstance(found, list | tuple) else (found,):
         if isinstance(part, torch.Tensor) and is_sharded(base):
             memory = _memory(part)
-            if memory._cdata != _memory(base)._cdata and memory.device.type != "meta":  # nor what a compiler traces
+            address = torch_internals.STORAGE_ADDRESS
+            is_apart = address.of(memory) != address.of(_memory(base))
+            if is_apart and memory.device.type != "meta":  # nor what a compiler traces
                 memory.weft_copy = True
 
 
 def _memory(tensor: Any) -> Any:
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    return torch_internals.DTENSOR_PART.get(tensor, tensor).untyped_storage()
 
 
 def _check_outputs(op: Any, args: Any, kwargs: dict[str, Any], specs: Any) -> None:
     """Raise if `out=` would be cut in another way afterwards, or get a whole tensor as its part: it is a parameter."""
-    outs = [kwargs[argument.name] for argument in op._schema.arguments if argument.is_out and argument.name in kwargs]
+    arguments = torch_internals.schema.of(op).arguments
+    outs = [kwargs[argument.name] for argument in arguments if argument.is_out and argument.name in kwargs]
     for out, spec in zip(outs, specs if isinstance(specs, list | tuple) else (specs,), strict=False):
         if not is_sharded(out) or all(placement.is_replicate() for placement in out.placements):
             continue
@@ -166,6 +169,7 @@ def _fails_anyway(op: Any, args: Any, kwargs: dict[str, Any]) -> bool:
             return value
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
+    tree_map = torch_internals.tree.found.tree_map
     try:
         op(*tree_map(on_meta, args), **tree_map(on_meta, kwargs))
     except NotImplementedError:
@@ -176,7 +180,7 @@ def _fails_anyway(op: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _first(values: Any) -> Any:
-    return next((value for value in tree_leaves(values) if is_sharded(value)), None)
+    return next((value for value in torch_internals.tree.found.tree_leaves(values) if is_sharded(value)), None)
 
 
 def _described(tensor: Any) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from weft import torch_internals
 from weft.engines.torch.parts.dtensor_operations import check_written, copied, no_memory, watched
 from weft.errors import ContractError
 from weft.tensors.dtensor import cut_like, is_sharded
@@ -28,13 +29,6 @@ from weft.tensors.dtensor import cut_like, is_sharded
 __all__ = ["check_reads"]
 
 
-# What torch calls of its dispatch in Python: all of it before torch 2.10; since then, what is not done in C++.
-_STEPS = (
-    "dispatch",
-    "_propagate_op_sharding_dispatch_slow_path",
-    "_dispatch_get_local_results_slow_path",
-    "_dispatch_fast_path_python_tail",
-)
 # These methods are not operations: torch looks for the memory of the DTensor itself, and crashes or raises.
 _OF_MEMORY = ("tolist", "numpy", "__format__", "__dlpack__", "storage", "share_memory_", "apply_", "map_", "map2_")
 
@@ -113,15 +107,16 @@ def _put_back(table: Any, name: Any, ours: Any, before: Any) -> None:
 def _replace() -> None:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second)
 
-    dispatcher: Any = DTensor._op_dispatcher
-    dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
-    dispatcher._custom_op_handlers[torch.ops.aten.copy_.default] = _copied
-    as_strided = dispatcher._custom_op_handlers.get(torch.ops.aten.as_strided.default)
+    dispatcher = torch_internals.DISPATCHER.of(DTensor)
+    operations = torch_internals.OWN_OPERATIONS.of(dispatcher)
+    operations[torch_internals.read_number.found.default] = _number
+    operations[torch.ops.aten.copy_.default] = _copied
+    as_strided = operations.get(torch.ops.aten.as_strided.default)
     if as_strided is not None:
-        dispatcher._custom_op_handlers[torch.ops.aten.as_strided.default] = watched(as_strided)
-    for step in _STEPS:
-        if hasattr(dispatcher, step):
-            setattr(dispatcher, step, watched(getattr(dispatcher, step)))
+        operations[torch.ops.aten.as_strided.default] = watched(as_strided)
+    whole, *since = torch_internals.DISPATCH_STEPS
+    for step in [whole] if whole.exists else since:
+        step.set(dispatcher, watched(step.of(dispatcher)))
     for name in _OF_MEMORY:
         setattr(DTensor, name, no_memory(name))
     DTensor.__deepcopy__ = copied(DTensor.__deepcopy__)  # type: ignore[method-assign]
@@ -130,7 +125,7 @@ def _replace() -> None:
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if all(placement.is_replicate() for placement in tensor.placements):
-        return op(tensor._local_tensor)
+        return op(torch_internals.DTENSOR_PART.of(tensor))
     raise ContractError(
         "the number in a DTensor is read, of which this rank has only a part",
         found=f"item(), float() or bool() of a DTensor that is {', '.join(map(str, tensor.placements))} over "
@@ -170,7 +165,7 @@ def _copied(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     elif source.placements != target.placements or source.shape != target.shape:
         part = source.expand(target.shape).redistribute(target.device_mesh, target.placements)
-    target._local_tensor.copy_(part._local_tensor)
+    torch_internals.DTENSOR_PART.of(target).copy_(torch_internals.DTENSOR_PART.of(part))
     return target
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.optim.rebind import like
 from weft.errors import ContractError, listed
@@ -22,14 +23,14 @@ __all__ = ["check_left", "drop_gathered", "free_left", "note_left"]
 _Versions = tuple[int, int, int]  # those of what a group has left are its `weft_left`
 
 
-@torch._disable_dynamo
+@torch_internals.untraced
 def note_left(groups: Iterable[Any]) -> None:
     """These groups stay gathered for a backward pass."""
     for one in groups:
         one.weft_left = [_versions(p) for p in one.fsdp_params]
 
 
-@torch._disable_dynamo
+@torch_internals.untraced
 def check_left(groups: Iterable[Any]) -> None:
     """Raise if copies that a backward pass is about to use were written to; what was assigned to `.data` is not seen.
 
@@ -45,7 +46,7 @@ def check_left(groups: Iterable[Any]) -> None:
     _raise_lost(lost)
 
 
-@torch._disable_dynamo
+@torch_internals.untraced
 def free_left(groups: Iterable[Any]) -> None:
     """Free what was left gathered.
 
@@ -72,12 +73,14 @@ def drop_gathered(module: nn.Module) -> None:
 
 def _shown(one: Any) -> Any:
     """What `parameters()` has of one of FSDP2's parameters."""
-    return one._module_info.module._parameters.get(one._module_info.param_name)
+    home = torch_internals.PARAM_HOME.of(one)
+    return torch_internals.PARAMETERS.of(home.module).get(home.param_name)
 
 
 def _versions(one: Any) -> _Versions:
-    shard: Any = one.sharded_param
-    return getattr(_shown(one), "_version", 0), shard._version, shard._local_tensor._version
+    shown, shard = _shown(one), one.sharded_param
+    version = torch_internals.VERSION.of
+    return 0 if shown is None else version(shown), version(shard), version(torch_internals.DTENSOR_PART.of(shard))
 
 
 def _changed(group: Any, before: list[_Versions]) -> list[Any]:
@@ -97,9 +100,10 @@ def _differs(one: Any, before: _Versions) -> bool:
 
 def _raise_lost(lost: list[Any]) -> None:
     if lost:
+        names = listed(map(torch_internals.PARAM_NAME.of, lost))
         raise ContractError(
             "sharded parameters were written to between a call with gradients and its backward pass",
-            found=f"{listed([one._param_fqn for one in lost])}: copies that are gathered for backward, and freed then",
+            found=f"{names}: copies that are gathered for backward, and freed then",
             expected="writes after backward, or after a call without gradients; or with weft.full_params",
             fix="with weft.full_params(model, ctx, write=True), torch.no_grad(): [p.mul_(0.5) for p in "
             "model.parameters()]",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.torch.hooks.backward_session import after_callbacks
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.engines.torch.parts.no_file import refuse_optimizer_file
@@ -41,7 +42,7 @@ class PartGradients:
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.release = before_every_step(self, PartGradients._hide).release
 
-    @torch._disable_dynamo
+    @torch_internals.untraced
     def follow(self, output: object) -> None:
         """A backward pass through these tensors brings gradients to parameters of the module."""
         if torch.is_grad_enabled():
@@ -50,7 +51,7 @@ class PartGradients:
                     tensor.register_hook(self._enter)
 
     def _enter(self, gradient: torch.Tensor) -> None:
-        number = torch._C._current_graph_task_id()
+        number = torch_internals.graph_task_id()
         if number != self._backward:
             self._backward = number
             after_callbacks(self._show)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
+from weft import torch_internals
 from weft.tensors.dtensor import groups_of, is_fsdp_unit, kept_prefetches, local
 from weft.tensors.sequence_order import with_note_of
 
@@ -172,4 +172,4 @@ def copied(value: T) -> T:
         with _SharedValues():
             return copy.deepcopy(leaf)
 
-    return cast("T", tree_map(one, value))
+    return cast("T", torch_internals.tree.found.tree_map(one, value))

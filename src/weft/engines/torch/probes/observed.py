@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft import torch_internals
 from weft.tensors.nested import tensors
 
 __all__ = ["Observed"]
@@ -15,7 +15,7 @@ _LOW = (torch.bfloat16, torch.float16)
 _DRAWS = (torch.ops.aten.bernoulli, torch.ops.aten.bernoulli_)  # all kinds of dropout, but for those with a kernel
 
 
-class Observed(TorchDispatchMode):
+class Observed(torch_internals.dispatch_mode.base):  # type: ignore[name-defined, misc]
     """Leaves dropout out, and notes whether numbers of 16 bits were computed.
 
     Attributes:
@@ -24,7 +24,7 @@ class Observed(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.low = self.dropped = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,7 +36,8 @@ class Observed(TorchDispatchMode):
         if func.overloadpacket is torch.ops.aten.native_dropout:
             self.dropped = True
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        at = next((n for n, one in enumerate(func._schema.arguments) if one.name == "dropout_p"), None)
+        arguments = torch_internals.schema.of(func).arguments
+        at = next((n for n, one in enumerate(arguments) if one.name == "dropout_p"), None)
         if at is not None and at < len(args) and args[at]:
             self.dropped = True
             args = (*args[:at], 0.0, *args[at + 1 :])

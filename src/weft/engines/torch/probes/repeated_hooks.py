@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from weft import torch_internals
+
 __all__ = ["hooks_of_user", "hooks_off", "quiet_hooks"]
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOOKS = (torch_internals.FORWARD_PRE_HOOKS, torch_internals.FORWARD_HOOKS)
 
 
 @contextlib.contextmanager
@@ -21,15 +23,15 @@ def hooks_off(module: nn.Module, which: Callable[[nn.Module, Any], bool]) -> Ite
     for part in module.modules():
         own = vars(part)
         for kind in _HOOKS:
-            hooks = own[kind]
+            hooks = own[kind.name]
             if any(which(part, hook) for hook in hooks.values()):
-                saved.append((own, kind, hooks))
-                own[kind] = type(hooks)((key, hook) for key, hook in hooks.items() if not which(part, hook))
+                saved.append((own, kind.name, hooks))
+                own[kind.name] = type(hooks)((key, hook) for key, hook in hooks.items() if not which(part, hook))
     try:
         yield
     finally:
-        for own, kind, hooks in reversed(saved):
-            own[kind] = hooks
+        for own, name, hooks in reversed(saved):
+            own[name] = hooks
 
 
 @contextlib.contextmanager
@@ -42,7 +44,7 @@ def quiet_hooks(module: nn.Module) -> Iterator[set[int]]:
     quiet: set[int] = set()
     watched = []
     for part in module.modules():
-        for hooks in (vars(part)[kind] for kind in _HOOKS):
+        for hooks in (kind.of(part) for kind in _HOOKS):
             for key, hook in hooks.items():
                 if not _of_package(hook):
                     hooks[key] = _Watched(hook)
@@ -61,7 +63,7 @@ def quiet_hooks(module: nn.Module) -> Iterator[set[int]]:
 
 def hooks_of_user(module: nn.Module) -> list[Any]:
     """The hooks in a module that are neither torch's nor weft's."""
-    parts = [vars(part)[kind] for part in module.modules() for kind in _HOOKS]
+    parts = [kind.of(part) for part in module.modules() for kind in _HOOKS]
     return [hook for hooks in parts for hook in hooks.values() if not _of_package(hook)]
 
 

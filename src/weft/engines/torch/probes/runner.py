@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 
+from weft import torch_internals
 from weft.engines.peers import Peers
 from weft.engines.probes import Compared, OnlyInParts, Probe, ProbeMode, Schedule, WatchingProbe
 from weft.engines.torch.compute.compile_module import already_compiled
@@ -186,7 +186,7 @@ class Prober:
     def _is_due(self, name: str, args: Any, kwargs: Any) -> int:
         """Count a call, and compare what goes in with that of the others if it is measured; its number, or 0."""
         # In a backward pass it is a block that is computed again.
-        if is_measured() or torch._C._current_graph_task_id() != -1 or _is_simulated(args, kwargs) or in_torch_func():
+        if is_measured() or torch_internals.graph_task_id() != -1 or _is_simulated(args, kwargs) or in_torch_func():
             return 0
         number = self._schedule.is_due(name, _kind(self._probe.units[name], args, kwargs))
         if number:
@@ -254,7 +254,7 @@ class Prober:
             hooks_off(unit, lambda part, hook: part is own or id(hook) in quiet),
         ):
             if own is not None:
-                own._compiled_call_impl = None  # and what is around its calls, outside of its hooks
+                torch_internals.COMPILED_CALL.set(own, None)  # and what is around its calls, outside of its hooks
             yield
 
     # -- what is wrong ------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def _kind(unit: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 
 def _is_simulated(args: Any, kwargs: Any) -> bool:
-    return any(isinstance(t, FakeTensor) or t.is_meta for t in tensors((args, kwargs)))
+    return any(torch_internals.fake_tensor.holds(t) or t.is_meta for t in tensors((args, kwargs)))
 
 
 def _holds_tensors(args: Any, kwargs: Any) -> bool:

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+
+from weft import torch_internals
 
 __all__ = ["SameDraws"]
 
 _Shapes = tuple[tuple[int, ...] | None, ...]
 
 
-class SameDraws(TorchDispatchMode):
+class SameDraws(torch_internals.dispatch_mode.base):  # type: ignore[name-defined, misc]
     """Around several calls: for parts of some rows, one after the other, and then for all of them together.
 
     Each operation that draws begins anew, with the seed that the operation of the same number has in the other calls.
@@ -26,7 +26,7 @@ class SameDraws(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.has_drawn = False
         self._parts: list[dict[int, _Shapes]] = []  # by seed
         self._is_together = False
@@ -60,10 +60,10 @@ class SameDraws(TorchDispatchMode):
             own = [_cut(value, next(wanted), dim, start) for value in args]
             named = {name: _cut(value, next(wanted), dim, start) for name, value in kwargs.items()}
             results.append(_draw(func, own, named, number))
-        if func._schema.is_mutable:
+        if torch_internals.schema.of(func).is_mutable:
             return args[0].copy_(torch.cat(results, dim))
         others = [iter(_tensors(result)) for result in results[1:]]
-        return tree_map(lambda one: _joined([one, *map(next, others)], dim), results[0])
+        return torch_internals.tree.found.tree_map(lambda one: _joined([one, *map(next, others)], dim), results[0])
 
 
 def _draw(func: Any, args: Any, kwargs: Any, number: int) -> Any:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft import torch_internals
 from weft.engines.probes import Compared
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
@@ -211,7 +211,7 @@ class SplitRows(ExpertUnits):
         return [given, other, of_rows(lambda t: torch.cat([t, stranger if t is first else t], dim))]
 
 
-class _Messages(TorchDispatchMode):
+class _Messages(torch_internals.dispatch_mode.base):  # type: ignore[name-defined, misc]
     """Notes whether anything is sent.
 
     Attributes:
@@ -219,13 +219,14 @@ class _Messages(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.any = False
+        self._namespaces = ("c10d", torch_internals.functional_all_reduce.found.default.namespace)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operation."""
         del types
-        self.any = self.any or func.namespace in ("c10d", "_c10d_functional")
+        self.any = self.any or func.namespace in self._namespaces
         return func(*args, **(kwargs or {}))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from weft import torch_internals
 from weft.engines.torch.optim.swapped_step import plain_step
 from weft.errors import ContractError, OrderError
 from weft.tensors.dtensor import is_sharded
@@ -97,5 +98,5 @@ def check_has_gradients(what: str, parameters: Iterable[torch.Tensor]) -> None:
 
 def is_stepped_in_backward(parameter: torch.Tensor) -> bool:
     """Whether an optimizer steps on a parameter inside backward, and frees its gradient there."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    hooks = torch_internals.ACCUMULATE_HOOKS.of(parameter) or {}
     return any(isinstance(getattr(hook, "__self__", None), BackwardStep) for hook in hooks.values())

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
 from weft.checks import check_count, check_optimizer
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import before_every_step
@@ -125,7 +126,7 @@ class LocalSteps:
             )
         self._begin()
         self._restored = {}
-        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks = torch_internals.STEP_POST_HOOKS.of(optimizer)
         hooks.move_to_end(self._hooks[1].id)  # after those that gather what was stepped in parts
 
     def _check_own(self, optimizer: torch.optim.Optimizer) -> None:

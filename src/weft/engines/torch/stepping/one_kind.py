@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
+from weft import torch_internals
 from weft.engines.torch.optim.flat_step import FlatStep, is_elementwise
 from weft.engines.torch.optim.step_watch import optimizers_of
 from weft.engines.torch.optim.swapped_step import SwappedStep
@@ -33,7 +34,7 @@ def step_on_one_kind(optimizer: torch.optim.Optimizer) -> tuple[RemovableHandle,
     Returns:
         The hooks, if they are new.
     """
-    hooks = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+    hooks = (getattr(hook, "__self__", None) for hook in torch_internals.STEP_PRE_HOOKS.of(optimizer).values())
     found = [one for one in hooks if isinstance(one, (PartitionedStep, SwappedStep, FlatStep))]
     mine = next((one for one in found if isinstance(one, _OneKind)), None)
     if not found:
@@ -61,8 +62,8 @@ class _OneKind(PartitionedStep):
 
     def come_last(self, optimizer: Any) -> None:
         """Let other hooks run before parameters are exchanged, and after they were put back."""
-        optimizer._optimizer_step_pre_hooks.move_to_end(self.handles[0].id)
-        optimizer._optimizer_step_post_hooks.move_to_end(self.handles[1].id, last=False)
+        torch_internals.STEP_PRE_HOOKS.of(optimizer).move_to_end(self.handles[0].id)
+        torch_internals.STEP_POST_HOOKS.of(optimizer).move_to_end(self.handles[1].id, last=False)
 
     def _take_groups(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for entry in optimizer.param_groups for p in entry["params"]]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from weft import torch_internals
 from weft.engines.options import StrategyOptions
 from weft.engines.peers import Replicas
 from weft.engines.torch.amp.graph_walk import running_backward
@@ -129,7 +130,7 @@ class ReplicaAverage:
         sums = [*self._fill(list(trained.values()))] if self._replicas.size > 1 else []
         counts = [] if used is None else [used]
         if not self._replicas.add_up([*sums, *counts], room=bool(sums)):
-            torch._foreach_zero_([local(p.grad) for p in trained.values() if p.grad is not None])
+            torch_internals.foreach_zero([local(p.grad) for p in trained.values() if p.grad is not None])
             return
         if sums:
             for flat in self._of_gradients:
@@ -284,10 +285,10 @@ class _Flat:
         """The values of the tensors, multiplied by a factor."""
         self._tensors = [tensors[index] for index in self._which]
         if not self._buckets:
-            torch._foreach_copy_(self._parts, self._tensors)
+            torch_internals.foreach_copy(self._parts, self._tensors)
         for bucket in self._buckets:
             if bucket.parts:
-                torch._foreach_copy_(bucket.parts, self._tensors[bucket.which])
+                torch_internals.foreach_copy(bucket.parts, self._tensors[bucket.which])
                 bucket.values.copy_(bucket.packed, non_blocking=True)
             else:
                 self._parts[bucket.which.start].copy_(self._tensors[bucket.which.start], non_blocking=True)
@@ -301,10 +302,10 @@ class _Flat:
         """Give the tensors, or others like them, the values of the piece."""
         given = [tensors[index] for index in self._which] if tensors else self._tensors
         if not self._buckets:
-            torch._foreach_copy_(given, self._parts)
+            torch_internals.foreach_copy(given, self._parts)
         for bucket in self._buckets:
             if bucket.parts:
                 bucket.packed.copy_(bucket.values, non_blocking=True)
-                torch._foreach_copy_(given[bucket.which], bucket.parts)
+                torch_internals.foreach_copy(given[bucket.which], bucket.parts)
             else:
                 given[bucket.which.start].copy_(self._parts[bucket.which.start], non_blocking=True)

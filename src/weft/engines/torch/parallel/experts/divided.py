@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
+from weft import torch_internals
 from weft.engines.probes import Probe
 from weft.engines.torch.fsdp.remove import replace_parameters, unsharded_parameter
 from weft.engines.torch.hooks.every_optimizer import before_every_step
@@ -58,9 +59,10 @@ class DividedExperts:
         self._module = weakref.ref(module)
         self._removable = Removable()
         self._line = Line(mesh.get_group())
-        self._packed = {f"{name}.{own}" if name else own for name, part in packed.items() for own in part._parameters}
+        held = {name: torch_internals.PARAMETERS.of(part) for name, part in packed.items()}
+        self._packed = {f"{name}.{own}" if name else own for name, parameters in held.items() for own in parameters}
         self._owners = {name: _owners(module, name, self._line.size) for name in lists}
-        stacked = [p for part in packed.values() for p in part._parameters.values() if p is not None]
+        stacked = [p for parameters in held.values() for p in parameters.values() if p is not None]
         single = [p for owners in self._owners.values() for expert in owners for p in expert.parameters()]
         real = [p for p in (*stacked, *single) if not p.is_meta]
         if real:

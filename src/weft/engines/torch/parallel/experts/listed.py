@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.torch.parallel.experts.all_to_all import Line, Route, send_rows
 from weft.engines.torch.parallel.experts.expert_stand_ins import DTYPES, Answering, Call, End, Noting, StandIn
 from weft.tensors.control import control_device
@@ -47,7 +48,7 @@ class ListedExperts:
         if self.off:
             return call(*args, **kwargs)
         part: Any = self._part()
-        experts = part._modules[self._own]
+        experts = torch_internals.MODULES.of(part)[self._own]
         calls: list[Call] = []
         with self._put_back(part, args, kwargs), self._stand_ins(part, experts, Noting(self.end_of, calls)):
             call(*args, **kwargs)
@@ -61,26 +62,28 @@ class ListedExperts:
 
     @contextlib.contextmanager
     def _stand_ins(self, part: nn.Module, experts: nn.ModuleList, book: Any) -> Iterator[None]:
-        part._modules[self._own] = nn.ModuleList(StandIn(number, book) for number in range(len(experts)))
+        lent = nn.ModuleList(StandIn(number, book) for number in range(len(experts)))
+        torch_internals.MODULES.of(part)[self._own] = lent
         try:
             yield
         finally:
-            part._modules[self._own] = experts
+            torch_internals.MODULES.of(part)[self._own] = experts
 
     @contextlib.contextmanager
     def _put_back(self, part: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         """Put buffers and random states back after the first run."""
-        buffers = [(one, name, b) for one in part.modules() for name, b in one._buffers.items() if b is not None]
-        values = [(buffer.clone(), buffer._version) for _, _, buffer in buffers]
+        places = map(torch_internals.BUFFERS.of, part.modules())
+        buffers = [(place, name, b) for place in places for name, b in place.items() if b is not None]
+        values = [(buffer.clone(), torch_internals.VERSION.of(buffer)) for _, _, buffer in buffers]
         devices = {t.device for t in (*tensors(args), *tensors(kwargs)) if t.device.type not in ("cpu", "meta")}
         kind = next(iter(devices)).type if devices else "cuda"
         with torch.random.fork_rng(devices=list(devices), device_type=kind):
             yield
         with torch.no_grad():
-            for (one, name, buffer), (value, version) in zip(buffers, values, strict=True):
-                if buffer._version != version:
+            for (place, name, buffer), (value, version) in zip(buffers, values, strict=True):
+                if torch_internals.VERSION.of(buffer) != version:
                     buffer.copy_(value)
-                one._buffers[name] = buffer
+                place[name] = buffer
 
     def end_of(self, rows: torch.Tensor) -> End:
         """The shape of the result of one row, and the dtype."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft import torch_internals
 from weft.engines.torch.parallel.experts.all_to_all import Line, Route, send_rows
 from weft.errors import value_error
 
@@ -43,7 +44,7 @@ class StackedExperts:
         part = self._part()
         assert part is not None
         hidden, index, weights = self._arguments(part, *args, **kwargs)
-        experts = next(len(p) for p in part._parameters.values() if p is not None)
+        experts = next(len(p) for p in torch_internals.PARAMETERS.of(part).values() if p is not None)
         held = experts // self._line.size
         order, per_expert, unknown = _sorted(index, experts)
         route, chosen = self._exchange_counts(per_expert.view(-1, held), unknown, index)
@@ -118,11 +119,12 @@ def _never_empty(
 @contextlib.contextmanager
 def _held_alone(part: Any, held: int) -> Iterator[None]:
     """Let a module have no other experts than those that this rank holds."""
-    parameters, experts = dict(part._parameters), part.num_experts
-    part._parameters.update({name: p.to_local() for name, p in parameters.items() if isinstance(p, DTensor)})
+    own = torch_internals.PARAMETERS.of(part)
+    parameters, experts = dict(own), part.num_experts
+    own.update({name: p.to_local() for name, p in parameters.items() if isinstance(p, DTensor)})
     part.num_experts = held
     try:
         yield
     finally:
-        part._parameters.update(parameters)
+        own.update(parameters)
         part.num_experts = experts
