@@ -29,6 +29,7 @@ def names_in(table):
 
 
 NAMES = names_in(torch_internals)
+SPELLINGS = {name.spelling for name in NAMES.values()}
 # Of Python and of model classes of transformers, and ends of names of metrics: no insides of torch.
 OTHERS = {
     "_asdict",
@@ -77,9 +78,11 @@ def private(path: Path) -> list[str]:
     pieces = {id(part) for n in nodes if isinstance(n, ast.JoinedStr) for part in n.values}  # of texts, not names
     found = []
     for n in nodes:
-        names = []
+        names, known = [], own
         if isinstance(n, ast.Attribute):
             names = [n.attr]
+            if ast.unparse(n.value) not in ("self", "cls"):
+                known = own - SPELLINGS  # of another object, it is torch's, also where weft has one of this name
         elif isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in pieces:
             names = [n.value] if n.value.isidentifier() and not n.value.startswith("_weft") else []
         elif isinstance(n, ast.ImportFrom) and (n.module or "").startswith(("torch", "deepspeed")):
@@ -91,7 +94,7 @@ def private(path: Path) -> list[str]:
         found += [
             f"{path.name}:{n.lineno} {name}"
             for name in names
-            if name.startswith("_") and not name.startswith("__") and name != "_" and name not in own | OTHERS
+            if name.startswith("_") and not name.startswith("__") and name != "_" and name not in known | OTHERS
         ]
     return found
 

@@ -1,6 +1,6 @@
 """Imported once by the process that ranks are forked from, so that no rank has to.
 
-`torch._dynamo` is imported by every optimizer when it is made; here it is shared too.
+torch's compiler is imported by every optimizer when it is made; here it is shared too.
 
 The process ignores the signals that tell a job to end: sent to a whole process group they would end it
 first, and with it the ranks, in the middle of what they do to end in good order. It ends with the launcher.

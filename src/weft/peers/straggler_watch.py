@@ -27,6 +27,7 @@ the watch included, see board.py.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -337,9 +338,8 @@ def _collective() -> str:
 
 def _is_in_backward() -> bool:
     """Whether the main thread is inside of autograd's engine, and in no hook."""
-    return (
-        next((frame.f_code.co_name for _, frame in _calls()), "") == torch_internals.run_backward.found.__code__.co_name
-    )
+    code = torch_internals.run_backward.found.__code__
+    return any(frame.f_code is code for _, frame in itertools.islice(_calls(), 1))
 
 
 def _clock_of_main_thread() -> int | None:

@@ -268,7 +268,7 @@ def _process_state() -> dict[str, object]:
         "torch threads": torch.get_num_threads(),
         "threads": threading.active_count(),
         "autocast": torch.is_autocast_enabled("cpu"),
-        "groups": len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0,
+        "groups": len(torch_internals.world.found.pg_map) if dist.is_initialized() else 0,
     }
 
 

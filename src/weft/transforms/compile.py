@@ -49,7 +49,7 @@ def compile(
     Source: Ansel et al., "PyTorch 2", ASPLOS 2024; `torch.compile`.
 
     Changes: `module` in place: `forward` of it, or of each block, is an attribute of the instance.
-    Unlike `torch.compile(model)` there is no wrapper: class, names and keys stay, no `_orig_mod.`,
+    Unlike `torch.compile(model)` there is no wrapper: class, names and keys stay, without a prefix,
     and a copy or pickle is plain. Hooks run around the compiled forward, uncompiled.
     Collectives: none. Each rank compiles for itself, in the first call.
 
@@ -137,7 +137,8 @@ def _check_new(module: nn.Module, ctx: DistContext) -> None:
             f"compile: parts of {type(module).__name__} are compiled already",
             found=listed(done),
             expected="a module that is compiled here, and was not before",
-            fix="model, ctx = weft.compile(model._orig_mod, ctx)  # the module that torch.compile was given"
+            fix=f"model, ctx = weft.compile(model.{torch_internals.COMPILED_MODULE.name}, ctx)"
+            "  # the module that torch.compile was given"
             if wrapped
             else "model, ctx = weft.compile(model, ctx)  # in place of module.compile(), once",
         )

@@ -6,9 +6,8 @@ Arguments, the choice of blocks and the agreement of the ranks are here; the sec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -23,7 +22,7 @@ from weft.errors import AlreadyApplied, listed, type_error
 __all__ = ["recompute"]
 
 M = TypeVar("M", bound=nn.Module)
-Op: TypeAlias = "str | torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator"
+Op: TypeAlias = str | Callable[..., Any]  # of torch.ops
 Policy: TypeAlias = Callable[..., CheckpointPolicy | bool]
 
 

@@ -235,7 +235,8 @@ def plain_name(name: str) -> str:
     """A name in a module without what the wrapper of `torch.compile` adds to it.
 
     Example:
-        >>> plain_name("_orig_mod.layers.0._orig_mod.weight")
+        >>> wrapper = torch_internals.COMPILED_MODULE.name
+        >>> plain_name(f"{wrapper}.layers.0.{wrapper}.weight")
         'layers.0.weight'
     """
     return ".".join(part for part in name.split(".") if part != torch_internals.COMPILED_MODULE.name)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from weft import torch_internals
 from weft.data.loader_copy import torch_iterator
 from weft.data.split.map_samples import BatchInfo, Samples, StepIndices, WorkerStart
 from weft.data.split.real_batches import CountedCollate, keeps_all
@@ -63,7 +64,7 @@ class StreamIterator:
         self._inner = torch_iterator(self._begun(loader))
 
     def _reset(self, loader: Any) -> None:
-        self._inner._reset(self._begun(loader))
+        torch_internals.RESET.of(self._inner)(self._begun(loader))
 
     def _begun(self, loader: Any) -> DataLoader[Any]:
         view, self._given = torch_view(loader)

@@ -225,7 +225,7 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, offs: Any = None, *_: Any, **give
 
 
 def _packed(padded: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `aten._pack_padded_sequence` returns: the steps of all sequences, and how many sequences have each step."""
+    """What packing a padded sequence returns: the steps of all sequences, and how many sequences have each step."""
     with torch_internals.without_fakes():
         batch_sizes = (lengths.unsqueeze(1) > torch.arange(int(lengths.max()))).sum(0)
         count = int(lengths.sum())
@@ -233,7 +233,7 @@ def _packed(padded: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _aligned(log_probs: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `aten._ctc_loss` returns: losses, and the probabilities of alignments, with blanks around each label."""
+    """What aten's CTC loss returns: losses, and the probabilities of alignments, with blanks around each label."""
     with torch_internals.without_fakes():
         longest = int(lengths.max())
     steps, batch, _ = log_probs.shape

@@ -85,8 +85,8 @@ def survey(roots: Iterable[Any], crosses: Callable[[Any], bool | None]) -> Surve
 def running_backward() -> Running:
     """Find the backward pass that is running.
 
-    torch does not tell, but its Python entry `_engine_run_backward` is on the stack of this
-    thread (CPU), or of the thread that waits for the device's. Empty if it cannot be found.
+    torch does not tell, but the engine's entry in Python is on the stack of this thread
+    (CPU), or of the thread that waits for the device's. Empty if it cannot be found.
     """
     found = _engine_call(sys._getframe(1))  # not of this function: a frame that holds itself is a cycle
     if found is None:

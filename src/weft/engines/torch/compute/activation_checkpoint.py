@@ -243,7 +243,7 @@ def moves_statistics_twice(module: nn.Module) -> bool:
 def _is_checkpointed(part: nn.Module) -> bool:
     return (
         any(isinstance(around, Checkpoint) for around in arounds(part, "forward"))
-        # torch.distributed._composable.checkpoint, checkpoint_wrapper, and the switch of transformers
+        # torch's composable checkpoint and its checkpoint_wrapper, and the switch of transformers
         or "checkpoint" in (torch_internals.applied(part) or ())
         or any(cls.__name__ == "CheckpointWrapper" for cls in type(part).__mro__)
         or getattr(part, "gradient_checkpointing", False) is True

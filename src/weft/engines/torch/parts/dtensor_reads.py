@@ -39,7 +39,7 @@ class _Held:
     def __init__(self) -> None:
         from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second)
 
-        dispatcher: Any = DTensor._op_dispatcher
+        dispatcher: Any = torch_internals.DISPATCHER.of(DTensor)
         checks = vars(dispatcher).get("weft_checks") or _Checks(dispatcher)
         checks.enter(id(self))
         self._leave = weakref.finalize(self, checks.leave, id(self))
@@ -80,7 +80,7 @@ def _replaced(dispatcher: Any) -> list[Callable[[], None]]:
     """Replace functions of torch by those that check; what puts each back."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second)
 
-    handlers = dispatcher._custom_op_handlers
+    handlers = torch_internals.OWN_OPERATIONS.of(dispatcher)
     tables: list[tuple[Callable[[], Any], Callable[..., None], Callable[..., None]]] = [
         (lambda: handlers, handlers.__setitem__, handlers.__delitem__),
         *((partial(vars, owner), partial(setattr, owner), partial(delattr, owner)) for owner in (dispatcher, DTensor)),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.probes import Compared, ProbeMode, Schedule
 from weft.engines.torch.pipeline.batch_parts import Inputs, MicroBatches
 from weft.engines.torch.pipeline.losses import Loss, Result, combined
@@ -189,9 +190,9 @@ class _Runs:
         self._is_sum = is_sum
         self._trained = [p for p in module.parameters() if p.requires_grad and not p.is_meta]
         self._buffers = [
-            (part._buffers, name, held)
-            for part in module.modules()
-            for name, held in part._buffers.items()
+            (buffers, name, held)
+            for buffers in map(torch_internals.BUFFERS.of, module.modules())
+            for name, held in buffers.items()
             if held is not None and not held.is_meta
         ]
 
