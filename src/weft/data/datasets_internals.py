@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from typing import Any
 
 from weft.private_names import Attribute, Library, Private
 
@@ -10,3 +11,8 @@ _DATASETS = Library("datasets", lambda: importlib.metadata.version("datasets"), 
 stream = Private(_DATASETS, "datasets", "IterableDataset", "shard_data")
 STREAM_SPLIT = Attribute(_DATASETS, "datasets:IterableDataset", "_distributed", "shard_data: who splits a stream")
 STREAM_SOURCE = Attribute(_DATASETS, "datasets:IterableDataset", "_ex_iterable", "shard_data: streams with a state")
+
+
+def split_of(dataset: Any) -> Any:
+    """How `split_dataset_by_node` has split a stream, or one of a mixture; None: it has not."""
+    return STREAM_SPLIT.of(dataset) if stream.holds(dataset) else getattr(dataset, "weft_split", None)

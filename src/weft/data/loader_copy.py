@@ -132,8 +132,7 @@ def split_already(loader: Any) -> str | None:
     batch_sampler = getattr(loader, "batch_sampler", None)
     dataset = getattr(loader, "dataset", None)
     for source in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None), dataset):
-        is_stream = source is dataset and datasets_internals.stream.holds(source)
-        if is_stream and datasets_internals.STREAM_SPLIT.of(source) is not None:
+        if source is dataset and datasets_internals.split_of(source) is not None:
             return f"{type(source).__name__}, which split_dataset_by_node has split"
         names = vars(source) if hasattr(source, "__dict__") else {}
         if isinstance(source, DistributedSampler) or any(a in names and b in names for a, b in _SPLIT_BY):

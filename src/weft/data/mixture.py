@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from weft.checks import check_choice, check_count
+from weft.data import datasets_internals
 from weft.data.loader_copy import length_of
 from weft.data.order.epoch_order import generators_of
 from weft.data.order.mixed_order import MixedOrder, Place
@@ -199,8 +200,8 @@ class Mixture(Dataset[Any]):
         self._orders: dict[int, MixedOrder] = {}
         self._order = self._order_of(0)
         # Under the name where `shard_data` looks for it: whether a source was split by `split_dataset_by_node`.
-        splits = [getattr(source.dataset, "_distributed", None) for source in sources]
-        self._distributed = next((split for split in splits if split is not None), None)
+        splits = [datasets_internals.split_of(source.dataset) for source in sources]
+        self.weft_split = next((split for split in splits if split is not None), None)
         # Names, the samples of an epoch or the weights, and all else that the order follows from.
         facts = (self.names, self._rates, lengths, seed, stop, self._shuffle)
         self.fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
