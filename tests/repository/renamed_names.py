@@ -6,6 +6,7 @@ Each name is tried in processes of its own, forked from this one, with the train
 """
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -191,6 +192,8 @@ def judged(expected, found, training):
 
 def main(only):
     torch.set_num_threads(1)
+    for module in ("_dynamo", "distributed.fsdp", "distributed.tensor", "distributed.tensor.debug", "utils.checkpoint"):
+        importlib.import_module(f"torch.{module}")  # what is imported later would have the old name
     base = run(None, list(TRAININGS))
     for training in TRAININGS:
         assert all(one[training][0] == "done" for one in base), (training, base[0][training][1])

@@ -7,6 +7,7 @@ gathered copy: what is written into it changes nothing, without an error. Both a
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,21 +17,29 @@ from weft import torch_internals
 from weft.errors import ContractError
 from weft.tensors.dtensor import axes_of, is_sharded
 
-__all__ = ["check_written", "copied", "no_memory", "watched"]
+__all__ = ["Copies", "check_written", "copied", "no_memory", "watched"]
 
 _FIX = (
     "whole = tensor.full_tensor()  # on all ranks; to change it, under no_grad: whole[0] = 0; tensor.copy_(whole); "
     "parameters also: with weft.full_params(model, ctx, write=True), torch.no_grad(): ..."
 )
+Copies = weakref.WeakValueDictionary[int, Any]  # memory of gathered slices
 
 
-def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A step of torch's dispatch of an operation on DTensors, which raises errors of weft's."""
+def watched(call: Callable[..., Any], copies_now: Callable[[], Copies | None]) -> Callable[..., Any]:
+    """A step of torch's dispatch of an operation on DTensors, which raises errors of weft's.
+
+    torch keeps what it has called once, in C++, and goes on to call it: without copies, nothing is checked.
+    """
 
     @functools.wraps(call)
     def run(op: Any, args: Any, *more: Any) -> Any:
+        copies = copies_now()
+        if copies is None:
+            return call(op, args, *more)
         kwargs = more[0] if more and isinstance(more[0], dict) else {}
-        check_written(op, args, kwargs)
+        if copies:
+            check_written(op, args, kwargs, copies)
         _check_terms(op, args)
         try:
             found = call(op, args, *more)
@@ -39,7 +48,7 @@ def watched(call: Callable[..., Any]) -> Callable[..., Any]:
                 raise _refused(str(op), _first((args, kwargs)), str(error)) from error
             raise
         if op.is_view:
-            _note(args[0], found)
+            _note(args[0], found, copies)
         elif kwargs and hasattr(found, "output_spec"):
             _check_outputs(op, args, kwargs, found.output_spec)
         return found
@@ -98,7 +107,7 @@ def copied(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def check_written(op: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def check_written(op: Any, args: Any, kwargs: dict[str, Any], copies: Copies) -> None:
     """Raise if an operation writes into a slice that is a copy.
 
     Raises:
@@ -107,7 +116,7 @@ def check_written(op: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if not torch_internals.schema.of(op).is_mutable:
         return
     for tensor in _written(op, args, kwargs):
-        if is_sharded(tensor) and hasattr(_memory(tensor), "weft_copy"):
+        if is_sharded(tensor) and torch_internals.STORAGE_ADDRESS.of(_memory(tensor)) in copies:
             raise ContractError(
                 f"{op}: a slice of a tensor that is cut over ranks is written, which changes a copy",
                 found=f"{_described(tensor)}, gathered from the ranks that have it",
@@ -123,15 +132,15 @@ def _written(op: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Any]:
             yield from value if isinstance(value, list | tuple) else (value,)
 
 
-def _note(base: Any, found: Any) -> None:
+def _note(base: Any, found: Any, copies: Copies) -> None:
     """Remember what should be a view of `base`, if it does not share its memory."""
     for part in found if isinstance(found, list | tuple) else (found,):
         if isinstance(part, torch.Tensor) and is_sharded(base):
             memory = _memory(part)
-            address = torch_internals.STORAGE_ADDRESS
-            is_apart = address.of(memory) != address.of(_memory(base))
+            address = torch_internals.STORAGE_ADDRESS.of(memory)
+            is_apart = address != torch_internals.STORAGE_ADDRESS.of(_memory(base))
             if is_apart and memory.device.type != "meta":  # nor what a compiler traces
-                memory.weft_copy = True
+                copies[address] = memory
 
 
 def _memory(tensor: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from weft import torch_internals
-from weft.engines.torch.parts.dtensor_operations import check_written, copied, no_memory, watched
+from weft.engines.torch.parts.dtensor_operations import Copies, check_written, copied, no_memory, watched
 from weft.errors import ContractError
 from weft.tensors.dtensor import cut_like, is_sharded
 
@@ -53,6 +53,7 @@ class _Checks:
     """What was replaced, and for whom; kept at torch's dispatcher."""
 
     def __init__(self, dispatcher: Any) -> None:
+        self.copies: Copies = weakref.WeakValueDictionary()
         self._dispatcher = dispatcher
         self._users: set[int] = set()
         self._undo: list[Callable[[], None]] = []
@@ -61,7 +62,7 @@ class _Checks:
         self._users.add(user)  # first: the last other one may be collected here
         if not self._undo:
             self._dispatcher.weft_checks = self
-            self._undo = _replaced(self._dispatcher)
+            self._undo = _replaced(self._dispatcher, self.copies)
 
     def leave(self, user: int) -> None:
         self._users.discard(user)
@@ -76,7 +77,7 @@ def check_reads() -> _Held:
     return _Held()
 
 
-def _replaced(dispatcher: Any) -> list[Callable[[], None]]:
+def _replaced(dispatcher: Any, copies: Copies) -> list[Callable[[], None]]:
     """Replace functions of torch by those that check; what puts each back."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second)
 
@@ -86,7 +87,7 @@ def _replaced(dispatcher: Any) -> list[Callable[[], None]]:
         *((partial(vars, owner), partial(setattr, owner), partial(delattr, owner)) for owner in (dispatcher, DTensor)),
     ]
     before = [dict(read()) for read, *_ in tables]
-    _replace()
+    _replace(copies)
     undo: list[Callable[[], None]] = []
     for table, old in zip(tables, before, strict=True):
         new = {name: value for name, value in table[0]().items() if old.get(name) is not value}
@@ -104,19 +105,24 @@ def _put_back(table: Any, name: Any, ours: Any, before: Any) -> None:
         write(name, before)
 
 
-def _replace() -> None:
+def _replace(copies: Copies) -> None:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second)
 
     dispatcher = torch_internals.DISPATCHER.of(DTensor)
+
+    def copies_now() -> Copies | None:
+        checks = vars(dispatcher).get("weft_checks")
+        return None if checks is None else checks.copies
+
     operations = torch_internals.OWN_OPERATIONS.of(dispatcher)
     operations[torch_internals.read_number.found.default] = _number
-    operations[torch.ops.aten.copy_.default] = _copied
+    operations[torch.ops.aten.copy_.default] = partial(_copied, copies)
     as_strided = operations.get(torch.ops.aten.as_strided.default)
     if as_strided is not None:
-        operations[torch.ops.aten.as_strided.default] = watched(as_strided)
+        operations[torch.ops.aten.as_strided.default] = watched(as_strided, copies_now)
     whole, *since = torch_internals.DISPATCH_STEPS
     for step in [whole] if whole.exists else since:
-        step.set(dispatcher, watched(step.of(dispatcher)))
+        step.set(dispatcher, watched(step.of(dispatcher), copies_now))
     for name in _OF_MEMORY:
         setattr(DTensor, name, no_memory(name))
     DTensor.__deepcopy__ = copied(DTensor.__deepcopy__)  # type: ignore[method-assign]
@@ -135,10 +141,10 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _copied(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copied(copies: Copies, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`copy_`: a part of a whole tensor is what a shard takes from it. Collectives: those of a change of placements."""
     target, source, *_ = args
-    check_written(op, args, kwargs)
+    check_written(op, args, kwargs, copies)
     if not is_sharded(target):
         raise ContractError(
             "copy_: a DTensor is copied into a plain tensor",
