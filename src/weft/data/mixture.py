@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from typing_extensions import override
 
 from weft.checks import check_choice, check_count
 from weft.data import datasets_internals
@@ -333,6 +334,7 @@ class _Stateful(_Stream):
         self._loaded: dict[str, Any] | None = None
         self._position, self._readings = 0, [_Reading(self, source) for source in self._sources]
 
+    @override
     def __iter__(self) -> Iterator[Any]:
         self._check_worker()
         state, self._loaded = self._loaded, None

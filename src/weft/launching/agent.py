@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
 from torch.distributed.launcher.api import elastic_launch
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.environments import Topology
@@ -111,6 +112,7 @@ class _Ranks(MultiprocessContext):
         self.left: dict[int, int] = {}
         self._signal_s: float | None = None
 
+    @override
     def start(self) -> None:
         """Start them; from then on, a signal to this process ends them."""
         super().start()
@@ -127,6 +129,7 @@ class _Ranks(MultiprocessContext):
         elif time.monotonic() - self._signal_s > SAME_SIGNAL_S:
             self._send(number)
 
+    @override
     def _poll(self) -> RunProcsResult | None:
         # torch waits for the return value of each, which such a rank never sends.
         context, values = torch_internals.PROCESSES.of(self), torch_internals.VALUES.of(self)
@@ -140,6 +143,7 @@ class _Ranks(MultiprocessContext):
             self._wake()
         return torch_internals.POLL.of(super())()  # type: ignore[no-any-return]
 
+    @override
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         self._wake()
         torch_internals.CLOSE.of(super())(death_sig, timeout)

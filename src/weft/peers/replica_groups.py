@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.errors import ContextError
@@ -375,6 +376,7 @@ class _Addresses(dist.Store):
         for other in self._others:
             self._board.push(f"{key}/{other}", value.decode("latin-1"))
 
+    @override
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=_CONNECT_S)) -> None:
         """Wait until the others have sent these."""
         end = time.monotonic() + timeout.total_seconds()
@@ -385,6 +387,7 @@ class _Addresses(dist.Store):
                     raise dist.DistStoreError(f"{key} has not come")
                 self._found[key] = value.encode("latin-1", "replace")
 
+    @override
     def get(self, key: str) -> bytes:
         """A value that has come."""
         self.wait([key])

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.errors import ContractError, WeftError
@@ -25,6 +26,7 @@ class Elsewhere(torch.Tensor):
     """A tensor on meta; also what is computed from one, with tensors of this rank or without."""
 
     @classmethod
+    @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute shapes, and raise where numbers are wanted.
 
@@ -39,11 +41,13 @@ class Elsewhere(torch.Tensor):
             except Exception as error:
                 raise _refused(func, str(error).strip().partition("\n")[0]) from error
 
+    @override
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A copy is elsewhere as well."""
         made: torch.Tensor = memo.setdefault(id(self), empty_elsewhere(self))
         return made
 
+    @override
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """A file would be without it."""
         raise ContractError(

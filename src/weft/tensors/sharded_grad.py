@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.errors import ContractError
@@ -97,9 +98,11 @@ class CutGradient(torch.Tensor):
         del tensor_contents
         return f"CutGradient({self.parameter_name!r}{', spent' if self.spent else ''})"
 
+    @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _nothing, ()
 
+    @override
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Without the pieces of the other ranks there is nothing to copy."""
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
 from weft.collectives import gather_objects, reduce
 from weft.context import DistContext
@@ -155,6 +156,7 @@ class Model(nn.Module):
         hidden = torch.tanh(self.first(x)) + self.shift
         return torch.relu(self.third(torch.tanh(self.second(hidden))) * self.scale)
 
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, 6] to logits [batch, 3]."""
         logits: torch.Tensor = self.head(self.features(x))

@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 __all__ = ["on_meta"]
 
@@ -81,6 +82,7 @@ def on_meta(*, buffers: bool = False) -> Iterator[None]:
 class _OwnPages(TorchFunctionMode):
     """Large tensors of `torch.empty` on the CPU have pages of their own; see [Note: memory that is given back]."""
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         kwargs = kwargs or {}

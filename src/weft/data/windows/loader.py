@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar, cast
 
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
 from weft.checks import check_count
 from weft.contract import Stateful
@@ -81,6 +82,7 @@ class _SeekableWindowLoader(_WindowLoader):
 
     weft_cursor: Any
 
+    @override
     def _split(self, batches: Iterator[Any]) -> Iterator[Window[Any]]:
         splitter, loader = self.weft_splitter, _seekable(super())
         self.weft_cursor.has_windows = False
@@ -91,12 +93,14 @@ class _SeekableWindowLoader(_WindowLoader):
             length -= rest if loader.weft_leave_out(rest, carry=splitter.remainder == "carry") else 0
         return splitter.split(batches, length, lambda _: loader.weft_size(), loader.weft_planned(), loader.weft_ask)
 
+    @override
     def __len__(self) -> int:
         """Windows of an epoch, with what is carried over into it, whether some of it are read already or not."""
         batches = _seekable(super()).weft_lengths()[1]
         return self.weft_splitter.count(super(_WindowLoader, self).__len__() if batches is None else batches)
 
     @property
+    @override
     def remaining(self) -> int:
         """Windows that are left of the running epoch, or of the one that the next iteration reads."""
         splitter = self.weft_splitter

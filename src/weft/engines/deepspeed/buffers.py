@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from weft.engines.deepspeed import internals
 
@@ -106,11 +107,13 @@ class BuffersOfStages12(_Buffers):
         internals.MICRO_STEP.set(zero, 0)  # `setup_buckets` counts on: 1, see [Note: always add]
         zero.setup_buckets()
 
+    @override
     def _hand_over(self, parameter: nn.Parameter) -> None:
         if self._zero.use_grad_accum_attribute:
             internals.ACCUMULATE.of(self._zero)(parameter)
         self._zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self.places[parameter].group)
 
+    @override
     def finish(self) -> None:
         """Average what was handed over."""
         super().finish()
@@ -222,6 +225,7 @@ class BuffersOfStage3(_Buffers):
         internals.MICRO_STEP.set(zero, 1)  # see [Note: always add]
         zero.backward_prologue()
 
+    @override
     def _hand_over(self, parameter: nn.Parameter) -> None:
         self._zero.reduce_ready_partitions_and_remove_grads(parameter)
 

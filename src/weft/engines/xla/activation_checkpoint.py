@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from weft.engines.options import RecomputeOptions
 from weft.engines.probes import Schedule
@@ -56,6 +57,7 @@ class RecomputedOnXla:
 class _CheckpointOnXla(Checkpoint):
     """What is done around the forward of one block."""
 
+    @override
     def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         block = self._block()
         assert block is not None

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from weft.engines.results import Axes, Held
 from weft.engines.torch.device.devices import TorchDevices
@@ -41,6 +42,7 @@ class XlaDevices(TorchDevices):
     def _lib(self) -> Library:
         return library()
 
+    @override
     def device(self, request: str | None, local_rank: int, world_size: int) -> torch.device:
         """The one device that stands for all of this process."""
         if request is not None and torch.device(request).index not in (None, 0):
@@ -75,6 +77,7 @@ class XlaDevices(TorchDevices):
             mesh = spmd.Mesh(list(range(size)), tuple(size for _, size in axes), tuple(name for name, _ in axes))
         return replace(self, axes=axes, data_axes=data_axes, _mesh=mesh), ranks
 
+    @override
     def select(self, device: torch.device) -> None:
         """There is one."""
 
@@ -83,6 +86,7 @@ class XlaDevices(TorchDevices):
         self.seed(device, seed)
         return StepEnd(self._lib, self._mesh)
 
+    @override
     def backend(self, device: torch.device) -> str:
         """What hosts tell each other; tensors travel by XLA."""
         return "gloo"
@@ -101,19 +105,23 @@ class XlaDevices(TorchDevices):
                 fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
             )
 
+    @override
     def place(self, module: nn.Module, device: torch.device) -> None:
         """Bring a module to the devices; its parameters stay the same objects."""
         place(module, device)
 
+    @override
     def move(self, value: Any, device: torch.device, *, skip: frozenset[str] = frozenset()) -> Any:
         """Put a nested value on the devices, the rows of tensors shared out among them."""
         data_axes = {name: size for name, size in self.axes if name in self.data_axes}
         return send(value, device, skip, self._lib, self._mesh, data_axes)
 
+    @override
     def prefetch(self, batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         """Yield batches on the devices, copied ahead of use."""
         return prefetch(batches, lambda batch: self.move(batch, device), self._lib)
 
+    @override
     def check_devices(self, what: str, places: Sequence[str]) -> None:
         """Refused: one device stands for all of them.
 
@@ -127,20 +135,24 @@ class XlaDevices(TorchDevices):
             fix="weft.start(device='cpu')",
         )
 
+    @override
     def seed(self, device: torch.device, number: int) -> None:
         """Seed the devices, which `torch.manual_seed` does not reach."""
         self._lib.model.set_rng_state(number % 2**63, str(device))
 
+    @override
     def rng_state(self, device: torch.device) -> torch.Tensor | None:
         """The random state of the devices, one number, as its bytes."""
         number = int(self._lib.model.get_rng_state(str(device))) % 2**64
         return torch.frombuffer(bytearray(number.to_bytes(8, "little")), dtype=torch.uint8)
 
+    @override
     def check_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
         """Raise if this is no random state of XLA."""
         if state.shape != (8,):
             raise ValueError(f"{state.numel()} bytes, where the one number that XLA draws from has 8")
 
+    @override
     def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
         """Resume from a random state."""
         self._lib.model.set_rng_state(int.from_bytes(bytes(state.tolist()), "little"), str(device))

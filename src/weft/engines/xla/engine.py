@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from weft.engines.options import (
     CompileOptions,
@@ -55,6 +56,7 @@ class XlaEngine(XlaDevices, TorchEngine):
             lay(self._lib, self._mesh, objects)
         self._lib.torch_xla.sync(wait=True)
 
+    @override
     def broadcast_state(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         """Give parameters and buffers the values of the first host."""
         for tensor in tensors:
@@ -63,18 +65,21 @@ class XlaEngine(XlaDevices, TorchEngine):
             with torch.no_grad():
                 tensor.copy_(values)
 
+    @override
     def reduce_gradients(
         self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Peers
     ) -> ReducedModule:
         """A copy of `module` on every device of all hosts."""
         return _of_hosts(self, module, [name for name, _ in self.axes], "no", group)
 
+    @override
     def shard(
         self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Peers
     ) -> ReducedModule:
         """Cut a module over the devices of all hosts."""
         return _of_hosts(self, module, list(mesh.mesh_dim_names or ()), "all", group)
 
+    @override
     def pipeline(
         self,
         module: nn.Module,
@@ -98,12 +103,14 @@ class XlaEngine(XlaDevices, TorchEngine):
             fix="model, ctx = weft.fully_shard(model, ctx)",
         )
 
+    @override
     def whole_step(
         self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
     ) -> Undoable:
         """Every optimizer sees whole parameters."""
         return _Nothing()
 
+    @override
     def owner_step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -123,6 +130,7 @@ class XlaEngine(XlaDevices, TorchEngine):
             fix="optimizer, ctx = weft.gather_step(optimizer, ctx)",
         )
 
+    @override
     def backward_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Undoable:
         """Refused: a step is computed as a whole.
 
@@ -136,6 +144,7 @@ class XlaEngine(XlaDevices, TorchEngine):
             fix="optimizer.step()",
         )
 
+    @override
     def partition_step(
         self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
     ) -> Undoable:
@@ -155,10 +164,12 @@ class XlaEngine(XlaDevices, TorchEngine):
 
     # -- what is computed ------------------------------------------------------------------------
 
+    @override
     def recompute(self, blocks: Mapping[str, nn.Module], options: RecomputeOptions) -> Undoable:
         """Compute what `blocks` compute again in backward, instead of keeping it."""
         return RecomputedOnXla(blocks, options)
 
+    @override
     def compile(self, parts: Mapping[str, nn.Module], options: CompileOptions) -> Undoable:
         """Refused: the whole step is compiled anyway.
 

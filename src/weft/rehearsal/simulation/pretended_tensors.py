@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.errors import ContextError
@@ -248,6 +249,7 @@ class _Reads(TorchFunctionMode):
         self._fake = fake
         self._simulation = simulation
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
             tree, is_fake = torch_internals.tree.found, torch_internals.fake_tensor.holds

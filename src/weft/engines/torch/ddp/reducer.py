@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.options import ReduceOptions
@@ -90,6 +91,7 @@ class GradientReducer(Strategy):
             self._reduce_now()
 
     @property
+    @override
     def owes(self) -> bool:
         """Whether no backward pass has reduced the gradients of the running window."""
         return super().owes and bool(self._trained.parameters)
@@ -102,6 +104,7 @@ class GradientReducer(Strategy):
         """See `KeepsOrder`."""
         self.transport.resume_order(orders)
 
+    @override
     def release(self) -> None:
         """Let the process group go; backward raises from now on."""
         super().release()
@@ -239,6 +242,7 @@ class GradientReducer(Strategy):
 
     # -- one step --------------------------------------------------------------------------------
 
+    @override
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce what is pending, so that a step never sees gradients of one rank alone."""
         trained = self._trained

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.options import Reduction, ShardOptions
@@ -83,6 +84,7 @@ class ShardedModule(Strategy):
 
     # -- what others may ask ---------------------------------------------------------------------
 
+    @override
     def begin_window(self) -> None:
         """Backward passes keep their gradients in the units from now on."""
         self._held.settle()
@@ -113,11 +115,13 @@ class ShardedModule(Strategy):
         """Keep the units full, which are full now, through calls of the module by this rank alone."""
         return self._units.kept_full(self._module())
 
+    @override
     def release(self) -> None:
         """Let the process group go."""
         super().release()
         self._order.release()
 
+    @override
     def undo(self) -> None:
         """Make the parameters what they were, and take FSDP2 off. Collectives: one all-gather per parameter."""
         module = self._module()
@@ -132,6 +136,7 @@ class ShardedModule(Strategy):
 
     # -- around the calls of the module ----------------------------------------------------------
 
+    @override
     def _before(self, module: Any = None, args: Any = (), kwargs: Any = None) -> None:
         """The module is about to be called; see [Note: torn passes]."""
         if torch_internals.graph_task_id() != -1:
@@ -191,6 +196,7 @@ class ShardedModule(Strategy):
             self._after(self._module(), args, output)
         return output
 
+    @override
     def _synchronize(self, *, enabled: bool) -> None:
         if enabled != self.enabled:
             self.enabled = enabled
@@ -252,10 +258,12 @@ class ShardedModule(Strategy):
 
     # -- one step --------------------------------------------------------------------------------
 
+    @override
     def reduced_in_backward(self) -> list[torch.Tensor]:
         """The sharded parameters; none if those that nobody used get their gradient taken away when backward ends."""
         return [] if self.finds_unused else [one.sharded_param for one in self._units.parameters()]
 
+    @override
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce what is pending, so that a step never leaves gradients out."""
         if self._module() is None or torch_internals.graph_task_id() != -1:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.checks import is_of
@@ -65,11 +66,13 @@ class WholeStep(SwappedStep):
             for value in tensors(dict(state))
         )
 
+    @override
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep only this rank's part of state that already exists."""
         for parameter, state in optimizer.state.items():
             state.update(self._cut(state, parameter))
 
+    @override
     def _step_parts(self, optimizer: torch.optim.Optimizer, groups: Groups) -> None:
         for place, parameters in enumerate(groups):
             for parameter in parameters:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.options import StepMeshes
@@ -115,6 +116,7 @@ class _Shard(Part):
         super().__init__(cast("nn.Parameter", parameter), local(parameter).detach())
 
     @torch.no_grad()  # in which `to_local` costs nothing
+    @override
     def follow(self) -> None:
         sharded = self._sharded
         values = sharded.to_local()
@@ -130,12 +132,14 @@ class _Shard(Part):
             gradient = local(cut_like(gradient, sharded))
         self.values.grad = gradient
 
+    @override
     def as_dtensor(self, value: torch.Tensor) -> torch.Tensor:
         whole = self._sharded
         return DTensor.from_local(
             value, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
         )
 
+    @override
     def hidden(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != self._sharded.shape:
             return value
@@ -169,6 +173,7 @@ class _Rows(Part):
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         return local(tensor).detach() if self._is_cut else tensor
 
+    @override
     def follow(self) -> None:
         # The parameter itself is asked where it is plain, which is most of the time.
         if self._is_cut or self.place != self.parameter.data_ptr():
@@ -194,6 +199,7 @@ class _Rows(Part):
             self.values.data.copy_(self._layout.mine(self.whole))
 
     @torch.no_grad()
+    @override
     def leave(self, optimizer: torch.optim.Optimizer) -> bool:
         """As for every part; and write rows that are stepped on in memory of their own."""
         is_stepped = super().leave(optimizer)
@@ -211,9 +217,11 @@ class _Rows(Part):
         """Let the process group go."""
         self._exchange = None
 
+    @override
     def as_dtensor(self, value: torch.Tensor) -> torch.Tensor:
         return self._layout.dtensor(value)
 
+    @override
     def hidden(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != self.parameter.shape:
             return value

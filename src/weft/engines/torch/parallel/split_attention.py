@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  (as everywhere)
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.parallel.sequence_exchange import (
@@ -129,6 +130,7 @@ class _Caught(TorchFunctionMode):
         self._at = at
         self._ranks = ranks
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.options import TensorOptions
@@ -152,11 +153,13 @@ class TensorParallelModule(Strategy):
             p.requires_grad_(trained[name])
         self._removable.add(lambda: take_off(before))
 
+    @override
     def release(self) -> None:
         """Let the process group go; backward raises from now on."""
         super().release()
         self._gradients.release()
 
+    @override
     def undo(self) -> None:
         """Make the layers whole. Collectives: one all-gather per cut parameter."""
         module = self._module()
@@ -168,6 +171,7 @@ class TensorParallelModule(Strategy):
     # -- windows and steps -----------------------------------------------------------------------
 
     @property
+    @override
     def owes(self) -> bool:
         """Whether gradients of the running window are parts of sums."""
         return super().owes and self._sums.in_parts
@@ -179,6 +183,7 @@ class TensorParallelModule(Strategy):
         if owes and not left:
             self._add_up()
 
+    @override
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Add up what is pending, so that no step sees parts of sums."""
         module = self._module()
@@ -198,6 +203,7 @@ class TensorParallelModule(Strategy):
         attach(module, self._removable, before=self._before, after=self._after, first=True)
         refuse_torch_func(self._what, module, self._removable)
 
+    @override
     def _before(self, module: Any = None, args: Any = (), kwargs: Any = None) -> None:
         if not torch.compiler.is_compiling():
             whole = [name for name, slots, own in self._cut if not isinstance(slots.get(own), DTensor | None)]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.errors import ContractError
@@ -24,6 +25,7 @@ class CutLayerGradient(DTensor):
     __slots__ = ()
 
     @classmethod
+    @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute as torch; numbers that come with tensors of another kind are made whole first.
 
@@ -42,6 +44,7 @@ class CutLayerGradient(DTensor):
                 args = (*kept, *others)
             return map_tensors(_marked, func(*args, **(kwargs or {})))
 
+    @override
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A copy is an ordinary one."""
         with torch_internals.without_subclasses():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from weft.engines.options import PipelineOptions
 from weft.engines.peers import Peers
@@ -367,6 +368,7 @@ class _StageModule(nn.Module):
         for index, parameter in enumerate(mine):
             self._parameters[str(index)] = parameter
 
+    @override
     def forward(self, *received: torch.Tensor) -> Any:
         """The stage, for the next micro-batch."""
         index, self._index = self._index, self._index + 1

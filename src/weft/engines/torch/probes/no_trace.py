@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.tensors.dtensor import groups_of, is_fsdp_unit, kept_prefetches, local
@@ -157,6 +158,7 @@ def zeros_filled(module: nn.Module) -> Iterator[None]:
 class _SharedValues(TorchFunctionMode):
     """Deep copies share the values of tensors, without their graph."""
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0].detach().clone() if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
 

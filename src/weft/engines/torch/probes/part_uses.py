@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from weft.engines.probes import Compared
 from weft.engines.torch.probes.compare import difference
@@ -66,6 +67,7 @@ class _HookedNodes(TorchFunctionMode):
         super().__init__()
         self.nodes: set[Any] = set()
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.register_hook:
             hook = kwargs["hook"] if kwargs else args[1]

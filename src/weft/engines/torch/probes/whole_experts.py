@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.probes import Compared
@@ -64,10 +65,12 @@ class ExpertUnits(WholeUnits):
         self._divided = divided
         self._owners = owners
 
+    @override
     def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Nothing: each rank has tokens of its own."""
         return ()
 
+    @override
     def _whole(self, name: str) -> dict[str, torch.Tensor]:
         others = [(n, p) for n, p in self.units[name].named_parameters() if _full(name, n) not in self._owners]
         return {n: full_tensor(p.detach()) for n, p in others} | self._experts(name)
@@ -94,9 +97,11 @@ class ExpertUnits(WholeUnits):
             broadcast(ones, self.group, owner)
         return found
 
+    @override
     def _is_elsewhere(self, name: str, own: str) -> bool:
         return _full(name, own) in self._owners or is_sharded(self.units[name].get_parameter(own))
 
+    @override
     def _other_leaves(self, ends: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All of them: a rank that brings no rows sends its part of the backward pass all the same."""
         nodes: list[Any] = [end.grad_fn for end in ends if end.grad_fn is not None]
@@ -143,6 +148,7 @@ class SplitRows(ExpertUnits):
         del module
         self._rows = next((len(t) for t in tensors((args, kwargs)) if t.ndim), 0)
 
+    @override
     def measure(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
     ) -> Iterator[Compared]:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
+from typing_extensions import override
 
 from weft.engines.options import TensorOptions
 from weft.engines.probes import Compared
@@ -366,6 +367,7 @@ class TensorUnits(WholeUnits):
         self._options = options
         self._own_hooks = frozenset(own_hooks)
 
+    @override
     def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """All arguments, but for the part of the sequence that each rank holds."""
         found = list(tensors((args, kwargs)))
@@ -383,6 +385,7 @@ class TensorUnits(WholeUnits):
         rows = [module.get_submodule(name) for name, word in styles.items() if word in _ROWS]
         return watched(columns, rows, refuse)
 
+    @override
     def measure(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
     ) -> Iterator[Compared]:
@@ -402,22 +405,27 @@ class TensorUnits(WholeUnits):
             pairs = list(super().measure(name, args, kwargs, gradients=gradients))
         yield from pairs
 
+    @override
     def _undivided(self, name: str) -> AbstractContextManager[None]:
         return hooks_off(self._unit(name), lambda _, hook: id(hook) in self._own_hooks)
 
+    @override
     def _is_summed(self, name: str, own: str) -> bool:
         return f"{name}.{own}".lstrip(".") in self._options.summed
 
     # A sequence of which each rank holds a part.
 
+    @override
     def _comes_split(self, name: str) -> bool:
         return name in self._options.blocks
 
+    @override
     def _part(self, whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
         size, rank = self._mesh.size(), self._mesh.get_local_rank()
         held = -(-whole.shape[dim] // size)  # but for the last ranks, which get what is left
         return whole.narrow(dim, min(rank * held, whole.shape[dim]), max(min(held, whole.shape[dim] - rank * held), 0))
 
+    @override
     def _as_found(self, name: str, number: int, found: torch.Tensor, expected: torch.Tensor) -> _Cut:
         """The part of a sequence that a block leaves; of the heads of a rank, as in a cache, besides the first output.
 
@@ -432,12 +440,14 @@ class TensorUnits(WholeUnits):
         dims = [dim for dim in range(found.dim()) if found.shape[dim] != expected.shape[dim]]
         return partial(self._part, dim=dims[0]) if len(dims) == 1 else _same
 
+    @override
     def _fix_of_output(self, name: str, found: torch.Tensor, expected: torch.Tensor) -> str:
         columns = [one for one, style in self._options.styles.items() if style == "column" and is_in(one, name)]
         if found.shape == expected.shape or not columns:
             return ""
         return f'plan={{..., "{columns[-1]}": "gather"}}  # or "vocab": logits for weft.collectives.vocab_cross_entropy'
 
+    @override
     def _fix_of(self, name: str, own: str) -> str:
         assert self.spare is not None
         if self._is_summed(name, own):
@@ -455,6 +465,7 @@ class TensorUnits(WholeUnits):
             return plan_line(self.spare, names, self._options.styles)
         return BETWEEN_BLOCKS if self._options.blocks else self.fix
 
+    @override
     def _joined(self, tensor: torch.Tensor, name: str, call: Any) -> torch.Tensor:
         """A copy of an argument; the first one is joined over the ranks, if each has a part of the sequence."""
         given = list(tensors(call))

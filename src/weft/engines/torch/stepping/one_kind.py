@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.torch.optim.flat_step import FlatStep, is_elementwise
@@ -65,6 +66,7 @@ class _OneKind(PartitionedStep):
         torch_internals.STEP_PRE_HOOKS.of(optimizer).move_to_end(self.handles[0].id)
         torch_internals.STEP_POST_HOOKS.of(optimizer).move_to_end(self.handles[1].id, last=False)
 
+    @override
     def _take_groups(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
         mesh = next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
@@ -72,6 +74,7 @@ class _OneKind(PartitionedStep):
         self._copied_over = mesh if is_mixed and not self._elementwise and not _is_wrapped(optimizer) else None
         super()._take_groups(optimizer)
 
+    @override
     def _part_of(self, parameter: nn.Parameter) -> Part | None:
         if self._elementwise:
             return super()._part_of(parameter)
@@ -79,14 +82,17 @@ class _OneKind(PartitionedStep):
             return None
         return _Copy(parameter, self._copied_over)
 
+    @override
     def _take_other_groups(self, optimizer: torch.optim.Optimizer) -> None:
         self._take_groups(optimizer)
 
+    @override
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = optimizer is self._optimizer()  # else a wrapper has its hooks
         calls = not self._elementwise and any(one is not None for one in (*args[1:], *kwargs.values()))
         return super()._before(optimizer, args, kwargs) if own and not calls else None
 
+    @override
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._plain is not None:
             super()._after(optimizer, args, kwargs)
@@ -107,6 +113,7 @@ class _Copy(Part):
         self._mesh = mesh
         super().__init__(parameter, self.as_dtensor(parameter.detach()))
 
+    @override
     def follow(self) -> None:
         if self.place != self.parameter.data_ptr():
             self.values = nn.Parameter(self.as_dtensor(self.parameter.detach()), self.parameter.requires_grad)
@@ -114,13 +121,16 @@ class _Copy(Part):
         gradient = self.parameter.grad
         self.values.grad = None if gradient is None else self.as_dtensor(gradient)
 
+    @override
     def as_dtensor(self, value: torch.Tensor) -> torch.Tensor:
         return DTensor.from_local(value, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
 
+    @override
     def hidden(self, value: Any) -> Any:
         is_plain = isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor)
         return self.as_dtensor(value) if is_plain else value
 
+    @override
     def _show(self, value: Any) -> Any:
         if not isinstance(value, DTensor):
             return value

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from weft.engines.torch.optim.rebind import laid_as
 from weft.engines.torch.optim.swapped_step import Groups, SwappedStep
@@ -78,6 +79,7 @@ class OwnerStep(SwappedStep):
         self._every, self._rounds = [], []
         self.release()
 
+    @override
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         for one in self._every:
             state = optimizer.state.pop(one.parameter, None)
@@ -86,6 +88,7 @@ class OwnerStep(SwappedStep):
                 if one.owner == self._rank:
                     optimizer.state[one.parameter] = whole
 
+    @override
     def _step_parts(self, optimizer: torch.optim.Optimizer, groups: Groups) -> None:
         if [[id(p) for p in group] for group in groups] != self._held:
             raise ContractError(

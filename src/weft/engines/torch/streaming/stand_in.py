@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.errors import ContractError
@@ -25,6 +26,7 @@ class _StandIn(nn.Parameter):
     """A parameter without values; its shape, dtype and the like may be asked for."""
 
     @classmethod
+    @override
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from weft.errors import ContractError
 
@@ -37,6 +38,7 @@ class StandIn(nn.Module):
         self.number = number
         self.book = book
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Note the call, or answer it."""
         if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].dtype not in DTYPES:
@@ -48,6 +50,7 @@ class StandIn(nn.Module):
             )
         return self.book(self.number, args[0])  # type: ignore[no-any-return]
 
+    @override
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("number", "book", "forward", "training"):
             return super().__getattr__(name)
