@@ -29,7 +29,8 @@ Copies = weakref.WeakValueDictionary[int, Any]  # memory of gathered slices
 def watched(call: Callable[..., Any], copies_now: Callable[[], Copies | None]) -> Callable[..., Any]:
     """A step of torch's dispatch of an operation on DTensors, which raises errors of weft's.
 
-    torch keeps what it has called once, in C++, and goes on to call it: without copies, nothing is checked.
+    Since torch 2.10, C++ keeps what it has called once and goes on to call it: without copies, nothing is checked. For
+    the same reason, some operations of a program that has used DTensors before its first strategy are not checked.
     """
 
     @functools.wraps(call)
