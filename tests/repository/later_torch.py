@@ -30,7 +30,7 @@ def _rename(name: str) -> None:
             one.__code__ = _renamed(one.__code__, name)
         elif issubclass(type(one), type) and str(one.__module__).split(".")[0] == "torch" and name in vars(one):
             _move_in_class(one, name)
-        elif type(one).__module__.split(".")[0] == "torch" and isinstance(
+        elif str(type(one).__module__).split(".")[0] == "torch" and isinstance(
             vars(type(one)).get("__dict__"), types.GetSetDescriptorType
         ):
             _move(one.__dict__, name)
