@@ -191,8 +191,7 @@ def _layout(
     given = list(given)
     cut = {axis for layout in given for axis in layout.cut}
     if is_sharded(parameter):
-        sharded: Any = parameter
-        dims = zip(sharded.placements, axes_of_dims(sharded.device_mesh, ctx), strict=True)
+        dims = zip(parameter.placements, axes_of_dims(parameter.device_mesh, ctx), strict=True)
         cut |= {axis for placement, axes in dims if not placement.is_replicate() for axis in axes}
     added = {axis for layout in given for axis in layout.reduce_over if axis not in default}
     kept = {axis for axis in default if all(axis in layout.reduce_over for layout in given)}

@@ -9,13 +9,17 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from typing_extensions import TypeIs
 
 from weft import torch_internals
 from weft.tensors.sharded_grad import CutGradient
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "axes_of",
@@ -38,7 +42,7 @@ __all__ = [
 ]
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: torch.Tensor) -> TypeIs[DTensor]:
     """Whether a tensor is a DTensor: cut over ranks, or known to be equal on them."""
     loaded: Any = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.context import DistContext
-from weft.tensors.dtensor import block_of, is_sharded
+from weft.tensors.dtensor import block_of, is_sharded, local
 
 __all__ = ["Block", "Held", "hold", "holders", "memory_of", "overlap", "whole", "writers"]
 
@@ -80,10 +80,9 @@ def hold(name: str, tensor: torch.Tensor) -> Held:
     """What this rank holds of a tensor."""
     if not is_sharded(tensor):
         return Held(name, tensor, is_sharded=False, block=whole(tensor.shape), local=tensor.detach())
-    cut: Any = tensor
-    shape, offsets = block_of(cut.shape, cut.device_mesh, cut.placements)
+    shape, offsets = block_of(tensor.shape, tensor.device_mesh, tensor.placements)
     block = Block(offsets, shape)
-    return Held(name, tensor, is_sharded=True, block=block, local=cut.detach().to_local())
+    return Held(name, tensor, is_sharded=True, block=block, local=local(tensor))
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -132,10 +132,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, in the same memory, without a graph."""
     if not is_sharded(tensor):
         return tensor.detach()
-    cut: Any = tensor
     with torch.no_grad():  # a detach is ten times the work on a DTensor
-        part: torch.Tensor = cut.to_local()
-    return part
+        return tensor.to_local()
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -201,7 +199,8 @@ def _like(value: torch.Tensor, tensor: Any) -> torch.Tensor:
     """`value`, this rank's part, as a DTensor cut like `tensor` if that is one."""
     if not is_sharded(tensor):
         return value
-    cut: torch.Tensor = type(tensor.detach()).from_local(
+    kind: Any = type(tensor.detach())
+    cut: torch.Tensor = kind.from_local(
         value, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
     return cut

@@ -140,8 +140,7 @@ def _norm(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
 
 
 def _is_partial(gradient: torch.Tensor) -> bool:
-    cut: Any = gradient
-    return is_sharded(gradient) and any(placement.is_partial() for placement in cut.placements)
+    return is_sharded(gradient) and any(placement.is_partial() for placement in gradient.placements)
 
 
 def _as_if_alike(gradient: torch.Tensor) -> torch.Tensor:

@@ -170,7 +170,8 @@ def _copied(copies: Copies, op: Any, args: tuple[Any, ...], kwargs: dict[str, An
             fix="target.copy_(source.full_tensor())  # on all ranks",
         )
     elif source.placements != target.placements or source.shape != target.shape:
-        part = source.expand(target.shape).redistribute(target.device_mesh, target.placements)
+        part = source.expand(target.shape)
+        part = part.redistribute(target.device_mesh, target.placements)
     torch_internals.DTENSOR_PART.of(target).copy_(torch_internals.DTENSOR_PART.of(part))
     return target
 
