@@ -216,8 +216,8 @@ class Attribute(_Name):
         try:
             return getattr(owner, self.spelling)
         except AttributeError:
-            if not self.exists:
-                self._raise()
+            if not self.exists or isinstance(getattr(type(owner), self.spelling, None), property):
+                self._raise()  # of a property, an error is no object without it
             return default
 
     def set(self, owner: Any, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import types
@@ -28,7 +29,7 @@ def _rename(name: str) -> None:
             if one.__name__ == name:
                 one.__name__ = name + NEW
             one.__code__ = _renamed(one.__code__, name)
-        elif issubclass(type(one), type) and str(one.__module__).split(".")[0] == "torch" and name in vars(one):
+        elif issubclass(type(one), type) and str(one.__module__).split(".")[0] == "torch":
             _move_in_class(one, name)
         elif str(type(one).__module__).split(".")[0] == "torch" and isinstance(
             vars(type(one)).get("__dict__"), types.GetSetDescriptorType
@@ -53,12 +54,11 @@ def _move(place: dict[str, Any], name: str) -> None:
 
 
 def _move_in_class(cls: type, name: str) -> None:
-    value = vars(cls)[name]
-    try:
-        delattr(cls, name)
-    except (TypeError, AttributeError):
-        return
-    setattr(cls, name + NEW, value)
+    if name in vars(cls):
+        value = vars(cls)[name]
+        with contextlib.suppress(TypeError, AttributeError):  # of C
+            delattr(cls, name)
+            setattr(cls, name + NEW, value)
     for key in ("__annotations__", "__dataclass_fields__"):
         if isinstance(vars(cls).get(key), dict):
             _move(vars(cls)[key], name)

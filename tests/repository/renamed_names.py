@@ -25,7 +25,8 @@ from tests.repository.later_torch import rename
 from weft import private_names, torch_internals
 
 RANKS = 2
-BY_SPELLING = {"FORWARD", "IDLE", "_custom_op_handlers"}  # members of an enumeration; what torch's C++ looks up
+# Members of an enumeration; and what torch's C++ looks up by its spelling, so that no other version can have another.
+BY_SPELLING = {"FORWARD", "IDLE", "_custom_op_handlers", "_local_scalar_dense", "_local_tensor", "_op_dispatcher"}
 
 
 class Net(nn.Module):

@@ -246,10 +246,10 @@ class ShardedLoader(Extension[T]):
         if indices is not None:  # workers that stay keep reading it
             indices.seed, indices.reading, indices.given = self.weft_reading.seed, spans, arrivals.asked
             indices.iteration += 1
+        torch_internals.LOADER_ITERATES.check()  # it calls ours
         if _has_own_state(type(self)):
             return iter(DataLoader.__iter__(self))  # its `__iter__` belongs to its `state_dict`, which is ours
         torchs = torch_internals.LOADER_ITERATOR.name
-        torch_internals.LOADER_ITERATES.check()  # it calls ours
         kept = [key for key, value in self.__dict__.items() if key != torchs and _is_iterator(value)]
         if kept := [*kept, *self.__dict__.pop("weft_kept", ())]:  # a class that keeps its iterator for all epochs
             self.__dict__.update(dict.fromkeys(kept, DataLoader.__iter__(self)))

@@ -113,16 +113,16 @@ class GatherOrder:
         """
         if not self._unchecked:
             return
-        whole, name = torch_internals.PARAM_WHOLE.get, torch_internals.PARAM_NAME.of
-        gathered = {
-            unit: {name(p) for p in one.fsdp_params}
-            for one, unit in self._unchecked.items()
-            if any(whole(p) is not None for p in one.fsdp_params)
-        }
-        missing = []
+        whole, name = torch_internals.PARAM_WHOLE, torch_internals.PARAM_NAME.of
+        gathered, missing = {}, []
+        for one, unit in self._unchecked.items():
+            is_called = not self._known.isdisjoint(range(unit * _NUM_KINDS, unit * _NUM_KINDS + _REDUCTION))
+            found = [whole.of(p) if is_called else whole.get(p) for p in one.fsdp_params]
+            if any(full is not None for full in found):
+                gathered[unit] = {name(p) for p in one.fsdp_params}
+                if not is_called:
+                    missing.append(unit * _NUM_KINDS)
         for first, names in ((unit * _NUM_KINDS, names) for unit, names in gathered.items()):
-            if self._known.isdisjoint(range(first, first + _REDUCTION)):
-                missing.append(first)
             if first + _REDUCTION not in self._known and not names.isdisjoint(reduced):
                 missing.append(first + _REDUCTION)
         if missing:
