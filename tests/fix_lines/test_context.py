@@ -407,7 +407,7 @@ def _kinds_of_tensors(ctx):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model, ctx = weft.fully_shard(model, ctx, ignored=["0"])
     model(torch.ones(1, 2)).sum().backward()
-    with told("torch_errors.py", "torch computes with tensors of one kind") as it, weft.adopt(device="cpu"):
+    with told("engines/torch_errors.py", "torch computes with tensors of one kind") as it, weft.adopt(device="cpu"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     norm, full, term, decay = re.fullmatch(
         r"(.*), or max_value=, before optimizer.step\(\); (.*) for parameters; (.*) for each term .*, "

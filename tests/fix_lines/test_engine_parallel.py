@@ -391,7 +391,7 @@ def _mixed_in_forward(ctx):
     plan, tokens = {f"body.{name}": style for name, style in HEADS.items()}, torch.arange(8)
     for how in ("function", "mixed"):
         model, _ = weft.tensor_parallel(Tied(how), ctx, plan={**plan, "embedding": "vocab"})
-        with told("torch_errors.py", "computes with tensors of one kind") as it:
+        with told("engines/torch_errors.py", "computes with tensors of one kind") as it:
             model(tokens)
     head, leave, term = it.fix.split("; ")
     assert head.startswith("call the layers that have the parameters, such as self.head(x)")

@@ -301,5 +301,5 @@ def test_an_ordinary_loss_of_divided_logits_ends_with_the_line_to_write():
     # `heads` above is what the line says.
     assert (
         "vocab_cross_entropy(logits"
-        in printed("torch_errors.py", "computes with tensors of one kind", str(caught.value)).fix
+        in printed("engines/torch_errors.py", "computes with tensors of one kind", str(caught.value)).fix
     )

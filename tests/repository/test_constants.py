@@ -13,7 +13,6 @@ MUTABLE = (MutableMapping, MutableSequence, MutableSet, collections.deque, weakr
 # What has no other home, with the reason.
 ALLOWED = {
     "weft.context.start._made_in": "which process has made a group: groups of torch have no attributes; weak",
-    "weft.engines.torch.fsdp.remove._module_state_mapping": "torch's own",
 }
 
 

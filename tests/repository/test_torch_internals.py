@@ -1,13 +1,17 @@
 """Private names of torch stand in one file, and are where it says."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.fix_lines.told import told
 from weft import torch_internals
+from weft.errors import ContextError
 from weft.private_names import Attribute, Private
+from weft.version import TESTED_TORCH
 
 SOURCE = Path(__file__).parents[2] / "src" / "weft"
 TABLES = (
@@ -105,3 +109,38 @@ FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path.relative_to(SOURC
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(SOURCE).as_posix())
 def test_nothing_else_uses_private_names_of_torch(path):
     assert not private(path)
+
+
+def test_a_name_that_is_gone_names_versions_that_have_it():
+    gone = Private(
+        torch_internals.LIBRARY, "torch.distributed", "_of_yesterday", "a test", "2.9", "2.10", "that of today"
+    )
+    for use in (lambda: gone(), lambda: gone.found, lambda: gone.home, lambda: gone.base()):
+        with told("private_names.py", "a version that weft is tested with") as it:
+            use()
+        assert it.fix == f"pip install 'torch=={TESTED_TORCH[-1]}'"
+    gone = Attribute(torch_internals.LIBRARY, "torch:Tensor", "_of_yesterday", "a test")
+    tensor = torch.zeros(1)
+    for use in (lambda: gone.of(tensor), lambda: gone.get(tensor), lambda: gone.set(tensor, 1), lambda: gone.name):
+        with pytest.raises(ContextError, match=rf"(?s)torch {re.escape(torch.__version__)} .*_of_yesterday"):
+            use()
+    assert not hasattr(tensor, "_of_yesterday")
+
+
+class Lazy:
+    def fill(self):
+        self._later = 1
+
+    @property
+    def _raises(self):
+        raise AttributeError
+
+
+def test_an_object_may_lack_what_others_have():
+    later = Attribute(torch_internals.LIBRARY, f"{__name__}:Lazy", "_later", "a test")
+    lazy = Lazy()
+    assert later.get(lazy) is None and later.exists
+    lazy.fill()
+    assert later.get(lazy) == 1
+    with pytest.raises(ContextError):
+        Attribute(torch_internals.LIBRARY, f"{__name__}:Lazy", "_raises", "a test").get(lazy)

@@ -16,6 +16,7 @@ import torch
 from weft import torch_internals
 from weft.context import DistContext, adopt
 from weft.context.settings import mesh_axes
+from weft.engines.torch.hooks.every_optimizer import sweep
 from weft.errors import ContextError, value_error
 from weft.peers.pretended import Mail, NotSent, PretendedGroup
 from weft.rehearsal.distinct import distinct_ranks
@@ -294,6 +295,7 @@ def _left_as_it_was() -> Iterator[None]:
         with warnings.catch_warnings(), torch.inference_mode(mode=False), torch.enable_grad():
             yield
     finally:
+        sweep()
         for put, value in before:
             put(value)
         if device != getattr(*torch_internals.current_device.home):

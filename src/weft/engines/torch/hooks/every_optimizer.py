@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from weft.torch_internals import ALL_STEP_POST_HOOKS, ALL_STEP_PRE_HOOKS
 
-__all__ = ["StepHook", "after_every_step", "before_every_step"]
+__all__ = ["StepHook", "after_every_step", "before_every_step", "sweep"]
 
 T = TypeVar("T")
 Run = Callable[[T, torch.optim.Optimizer], None]
@@ -31,7 +31,7 @@ class StepHook(Generic[T]):
         self._run: Run[T] | None = run
         self._owner = weakref.ref(owner, self._forget)
         self._handle = register(self)
-        _sweep()
+        sweep()
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """A step of any optimizer."""
@@ -42,7 +42,7 @@ class StepHook(Generic[T]):
     def release(self) -> None:
         """Take the hook off."""
         self._run = None
-        _sweep()
+        sweep()
 
     def _forget(self, owner: object) -> None:
         self._run = None
@@ -53,7 +53,8 @@ class StepHook(Generic[T]):
             self._handle.remove()
 
 
-def _sweep() -> None:
+def sweep() -> None:
+    """Take hooks off that do nothing any more; not to be called in a step."""
     for table in (ALL_STEP_PRE_HOOKS, ALL_STEP_POST_HOOKS):
         for hook in list(table.found.values()):
             if isinstance(hook, StepHook):

@@ -7,7 +7,7 @@ wrongly without an error, and gloo's reduce-scatter ends the process over shapes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -17,18 +17,24 @@ import torch.distributed as dist
 from weft import torch_internals
 from weft.tensors.sequence_order import Order, rank_order, sequence_order
 
-__all__ = ["Ranks", "find_collectives", "gather_sequences", "heads_to_parts", "parts_to_heads"]
-
-_collectives: dict[str, Any] = {}
+__all__ = ["Collectives", "Ranks", "find_collectives", "gather_sequences", "heads_to_parts", "parts_to_heads"]
 
 
-def find_collectives() -> None:
-    """Look up the collectives that a compiler will trace: it cannot trace that they are looked up."""
+class Collectives(NamedTuple):
+    """Those that a compiler traces: it cannot trace that they are looked up."""
+
+    all_to_all: Callable[..., torch.Tensor]
+    all_gather: Callable[..., torch.Tensor]
+    reduce_scatter: Callable[..., torch.Tensor]
+    wait: Callable[[torch.Tensor], torch.Tensor]
+
+
+def find_collectives() -> Collectives:
+    """Look them up."""
     gather, scatter = torch_internals.all_gather_single, torch_internals.reduce_scatter_single
     if not gather.exists:
         gather, scatter = torch_internals.all_gather_tensor, torch_internals.reduce_scatter_tensor
-    _collectives.update(all_gather=gather.found, reduce_scatter=scatter.found)
-    _collectives.update(all_to_all=torch_internals.all_to_all.found, wait=torch_internals.wait_for.found)
+    return Collectives(torch_internals.all_to_all.found, gather.found, scatter.found, torch_internals.wait_for.found)
 
 
 class Ranks(NamedTuple):
@@ -39,12 +45,14 @@ class Ranks(NamedTuple):
         number: How many there are.
         rank: Which one this is.
         order: Of their parts.
+        collectives: Of this torch.
     """
 
     group: dist.ProcessGroup
     number: int
     rank: int
     order: Order
+    collectives: Collectives
 
 
 def parts_to_heads(ranks: Ranks, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -94,7 +102,8 @@ class _AllToAll(torch.autograd.Function):
         ctx.ranks = ranks
         if not flat.numel():
             return flat.clone()
-        return _wait(_collectives["all_to_all"](flat.contiguous(), None, None, ranks.group))
+        send = ranks.collectives
+        return send.wait(send.all_to_all(flat.contiguous(), None, None, ranks.group))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -109,15 +118,12 @@ class _Gather(torch.autograd.Function):
         ctx.ranks = ranks
         if not flat.numel():
             return flat.clone()
-        return _wait(_collectives["all_gather"](flat.contiguous(), 0, ranks.group))
+        send = ranks.collectives
+        return send.wait(send.all_gather(flat.contiguous(), 0, ranks.group))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not gradient.numel():
             return gradient.clone(), None
-        return _wait(_collectives["reduce_scatter"](gradient.contiguous(), "sum", 0, ctx.ranks.group)), None
-
-
-def _wait(sent: torch.Tensor) -> torch.Tensor:
-    arrived: torch.Tensor = _collectives["wait"](sent)
-    return arrived
+        send = ctx.ranks.collectives
+        return send.wait(send.reduce_scatter(gradient.contiguous(), "sum", 0, ctx.ranks.group)), None

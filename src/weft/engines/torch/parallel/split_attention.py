@@ -23,7 +23,6 @@ from typing_extensions import override
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.parallel.sequence_exchange import (
     Ranks,
-    find_collectives,
     gather_sequences,
     heads_to_parts,
     parts_to_heads,
@@ -45,7 +44,6 @@ class SplitAttention:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], ranks: Ranks, method: Method) -> None:
-        find_collectives()
         self._removable = Removable()
         self.inside = self.off = False
         self._arounds = {name: _Around(self, name, ranks, method) for name in modules}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from weft.private_names import Attribute
 
 __all__ = ["added_hooks", "cut_sequence", "gather_argument", "hooks_of", "join_sequence", "put_first", "take_off"]
 
-_HOOKS = {
-    torch_internals.FORWARD_PRE_HOOKS: torch_internals.FORWARD_PRE_HOOKS_WITH_KWARGS,
-    torch_internals.FORWARD_HOOKS: torch_internals.FORWARD_HOOKS_WITH_KWARGS,
-}
+_HOOKS = MappingProxyType(
+    {
+        torch_internals.FORWARD_PRE_HOOKS: torch_internals.FORWARD_PRE_HOOKS_WITH_KWARGS,
+        torch_internals.FORWARD_HOOKS: torch_internals.FORWARD_HOOKS_WITH_KWARGS,
+    }
+)
 _Known = list[tuple[nn.Module, Attribute, set[int]]]
 
 

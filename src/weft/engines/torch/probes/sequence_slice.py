@@ -214,7 +214,7 @@ class SlicedSequences:
 
     def _choose(self, hidden: torch.Tensor, count: int, length: int, *, moves: bool) -> tuple[torch.Tensor, int]:
         """Rows, and the first of their places, in which parts differ most in how much is hidden; else each in turn."""
-        (rows, every), (_, n, _, split) = hidden.shape, self._ranks
+        (rows, every), n, split = hidden.shape, self._ranks.number, self._ranks.order
         first, last = (places(length, SequencePart(split, n, rank)) for rank in (0, n - 1))
         starts = [*range(0, every - length, max(length // 2, 1)), every - length] if moves else [0]
         order = torch.arange(rows).roll(-self._turn * count)
