@@ -75,6 +75,7 @@ class StepInParts(Protocol):
 
     def is_left_out(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it has stepped without them."""
+        ...
 
 
 class Steps:
@@ -288,7 +289,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 def settings_of(module: nn.Module) -> dict[str, object]:
     """What of a module makes it compute otherwise on one rank, and may be changed at any time."""
-    parts = list(module.named_modules())
+    parts: list[tuple[str, Any]] = list(module.named_modules())
     return {
         "trained parameters": sum(p.requires_grad for p in module.parameters()),
         "training": f"{sum(part.training for _, part in parts)} of {len(parts)} parts",
