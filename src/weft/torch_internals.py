@@ -6,7 +6,6 @@ names elsewhere, and another compares this file with the installed torch.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -91,21 +90,15 @@ backends = Private("torch._dynamo.eval_frame", "cached_backends", "a rehearsal")
 compiled_module = Private("torch._dynamo", "OptimizedModule", "compile: what is compiled already")
 COMPILED_MODULE = Attribute("torch._dynamo.eval_frame:OptimizedModule", "_orig_mod", "compile; names in checkpoints")
 
+_disable_later = Private("torch", "_disable_dynamo", "what runs outside of compiled code", instead="compiler.disable")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(function: _Function) -> _Function:
-    """`torch.compiler.disable`, but the compiler is imported in the first call, and not here."""
-    disabled: Callable[..., Any] | None = None
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal disabled
-        if disabled is None:
-            disabled = torch.compiler.disable(function)
-        return disabled(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
+    """`torch.compiler.disable`, but where torch has a way to, the compiler is imported in the first call."""
+    disable: Any = _disable_later if _disable_later.exists else torch.compiler.disable
+    untraced: _Function = disable(function)
+    return untraced
 
 
 # -- fully sharded data parallelism ----------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
     python -m tests.repository.renamed_names [name ...]    # default: every name that these trainings use
 
-Each name is tried in processes of its own, forked from this one, with the trainings that use it.
+Each name is tried in processes of its own, forked from this one, with three of the trainings that use it; a name that
+is given, with all of them.
 """
 
 import contextlib
@@ -26,7 +27,17 @@ from weft import private_names, torch_internals
 
 RANKS = 2
 # Members of an enumeration; and what torch's C++ looks up by its spelling, so that no other version can have another.
-BY_SPELLING = {"FORWARD", "IDLE", "_custom_op_handlers", "_local_scalar_dense", "_local_tensor", "_op_dispatcher"}
+BY_SPELLING = {
+    "FORWARD",
+    "IDLE",
+    "_custom_op_handlers",
+    "_dispatch_fast_path_python_tail",
+    "_dispatch_get_local_results_slow_path",
+    "_local_scalar_dense",
+    "_local_tensor",
+    "_op_dispatcher",
+    "_propagate_op_sharding_dispatch_slow_path",
+}
 
 
 class Net(nn.Module):
@@ -190,8 +201,8 @@ def judged(expected, found, training):
     for (kind, value, _), (_, right, _) in zip(ends, expected, strict=True):
         if kind == "done" and value != right:
             return "silent", "other numbers"
-        if kind == "told" and version not in value:
-            return "unnamed", value
+        if kind == "told" and not any(end == "told" and version in text for end, text, _ in ends):
+            return "unnamed", value  # a rank may tell that another one has ended
         if kind not in ("done", "told"):
             return kind, value
     return ("told" if any(kind == "told" for kind, *_ in ends) else "right"), next(
@@ -209,6 +220,8 @@ def main(only):
     uses = {training: {*base[0][training][2], *base[1][training][2]} for training in TRAININGS}
     for name in only or sorted(set().union(*uses.values()) - BY_SPELLING):
         trainings = [training for training in TRAININGS if name in uses[training]]
+        if not only:
+            trainings = trainings[:: -(-len(trainings) // 3)]  # at most three, of all kinds
         found = run(name, trainings)
         for training in trainings:
             expected = [one[training] for one in base]
