@@ -231,7 +231,7 @@ class LossScale:
 
     def _crosses(self, node: Any) -> bool | None:
         """Whether a node of the graph leads into (True) or out of (False) this module; else None."""
-        if torch_internals.FORWARD_CLASS.get(node) is _Border and node.scale is self:
+        if isinstance(node, torch_internals.NODE_CLASS.of(_Border)) and node.scale is self:
             return bool(node.entering)
         return None
 
