@@ -78,11 +78,11 @@ class _Name:
         return found
 
     def _raise(self, error: Exception | None = None) -> NoReturn:
-        there = " ".join([f" since {self.since}" if self.since else "", f" before {self.until}" if self.until else ""])
+        there = [f"since {self.since}"] * bool(self.since) + [f"before {self.until}"] * bool(self.until)
         raise self._library.error(
             f"lacks a name that {self._use} needs",
-            f"no {self!r}" + (f"; its place has taken {self._instead}" if self._instead else ""),
-            f" (the name is there{there.rstrip()})" if there.strip() else "",
+            f"no {self!r}" + (f", which {self._instead} has replaced" if self._instead else ""),
+            f" (it has the name {' and '.join(there)})" if there else "",
         ) from error
 
 

@@ -1,6 +1,7 @@
 """Private names of torch stand in one file, and are where it says."""
 
 import ast
+import collections
 import re
 from pathlib import Path
 
@@ -145,3 +146,11 @@ def test_an_object_may_lack_what_others_have():
     assert later.get(lazy) == 1
     with pytest.raises(ContextError):
         Attribute(torch_internals.LIBRARY, f"{__name__}:Lazy", "_raises", "a test").get(lazy)
+
+
+def test_every_name_is_used():
+    texts = [path.read_text() for path in SOURCE.rglob("*.py")]
+    words = collections.Counter(word for text in texts for word in set(re.findall(r"\w+", text)))
+    own = collections.Counter(re.findall(r"\w+", (SOURCE / "torch_internals.py").read_text()))
+    keys = [key for key in vars(torch_internals) if key in {name.partition(" ")[0] for name in NAMES}]
+    assert [key for key in keys if words[key] < 2 and own[key] < 2] == []
