@@ -142,7 +142,7 @@ class LaterOfRank(Stream):
     """Its first samples are those of all ranks, and each of the others is another one on each."""
 
     def order(self):
-        return [*range(5), *(5 + (np.arange(N - 5) + torch.distributed.get_rank()) % (N - 5)).tolist()]
+        return [*range(5), *(5 + (np.arange(N - 5) + dist.get_rank()) % (N - 5)).tolist()]
 
 
 SAME = [Position, Stateful, InPlace, Chunks, Counter, OfNumpy, OfPython, OfRandomState, OfGlobal, OfInitialSeed]
