@@ -17,11 +17,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from weft import errors as errors
-from weft.collectives import barrier, broadcast, gather, main_first, reduce
-from weft.context import DistContext, adopt, explain, local, on_preemption, start
-from weft.context.placement import to_device
-from weft.contract import compose, transform
-from weft.precision import Precision
 from weft.version import __version__ as __version__
 from weft.version import refuse_other_packages as _refuse_other_packages
 
@@ -44,11 +39,16 @@ if TYPE_CHECKING:
     from weft.checkpoint.restore import restore
     from weft.checkpoint.save import save
     from weft.checkpoint.save_async import save_async
+    from weft.collectives import barrier, broadcast, gather, main_first, reduce
     from weft.completeness import check
+    from weft.context import DistContext, adopt, explain, local, on_preemption, start
+    from weft.context.placement import to_device
+    from weft.contract import compose, transform
     from weft.elastic import resilient
     from weft.launching.launch_function import launch_function
     from weft.monitoring.log import log
     from weft.monitoring.progress import progress
+    from weft.precision import Precision
     from weft.rehearsal.rehearse import rehearse
     from weft.sharding.stages import plan_pipeline
     from weft.transforms.accumulate_grads import accumulate_grads
@@ -92,10 +92,15 @@ LATER = MappingProxyType(
     {
         "assembly": "assemble",
         "checkpoint": "checkpointable restore save save_async",
+        "collectives": "barrier broadcast gather main_first reduce",
         "completeness": "check",
+        "context": "DistContext adopt explain local on_preemption start",
+        "context.placement": "to_device",
+        "contract": "compose transform",
         "elastic": "resilient",
         "launching.launch_function": "launch_function",
         "monitoring": "log progress",
+        "precision": "Precision",
         "rehearsal.rehearse": "rehearse",
         "transforms.accumulate_grads": "accumulate_grads",
         "transforms.average_weights": "average_weights averages",

@@ -325,3 +325,15 @@ def test_ranks_with_other_versions_are_told():
             "version of torch: '2.0' on rank 0, '2.1' on rank 1" in text for text in run_ranks(_other_version, 2)
         )
         run_ranks(lambda _: 1 / 0, 2)
+
+
+def _destroys_a_group_itself(ctx):
+    group = dist.new_group(backend="gloo")
+    world = World(ranks=(0, 1), rank=ctx.rank, group=group)
+    before = straggler_watch._may_wait(world)
+    dist.destroy_process_group(group)
+    return before, straggler_watch._may_wait(world), straggler_watch._waited_in(world)
+
+
+def test_nobody_waits_in_a_group_that_is_destroyed_without_close():
+    assert run_ranks(_destroys_a_group_itself, 2) == [(True, False, {})] * 2

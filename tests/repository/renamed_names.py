@@ -11,14 +11,13 @@ import importlib
 import json
 import multiprocessing
 import os
-import random
-import socket
 import sys
 import tempfile
 import traceback
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import weft
@@ -30,6 +29,7 @@ RANKS = 2
 BY_SPELLING = {
     "FORWARD",
     "IDLE",
+    "_backward_cls",
     "_custom_op_handlers",
     "_dispatch_fast_path_python_tail",
     "_dispatch_get_local_results_slow_path",
@@ -135,7 +135,7 @@ def _note_uses(used):
 def _rank(rank, ports, name, trainings, folder, answer):
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS),
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
     used = set()
     if name is None:
@@ -151,7 +151,7 @@ def _rank(rank, ports, name, trainings, folder, answer):
         used.clear()
         os.environ["MASTER_PORT"] = str(ports[training])
         try:
-            with weft.start(timeout_s=20, seed=1) as ctx:
+            with weft.start(timeout_s=200, seed=1) as ctx:
                 torch.manual_seed(4)
                 values = TRAININGS[training](ctx, f"{folder}/{training}")
             found[training] = ("done", [v.tolist() for v in values], sorted(used))
@@ -164,18 +164,12 @@ def _rank(rank, ports, name, trainings, folder, answer):
     os._exit(0)
 
 
-def _free_ports():
-    """Below those that systems give out by themselves, which another program may get meanwhile."""
-    while True:
-        port = random.randrange(20000, 32000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            yield port
-
-
 def run(name, trainings):
     """What each training ended with, on each rank."""
     fork, folder = multiprocessing.get_context("fork"), tempfile.mkdtemp()
-    ports = dict(zip(trainings, _free_ports(), strict=False))
+    # Served here, where the system gives out the ports: another program may take one that a rank is told.
+    stores = {one: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for one in trainings}
+    ports = {training: store.port for training, store in stores.items()}
     ends = []
     for rank in range(RANKS):
         ours, theirs = fork.Pipe()
@@ -186,7 +180,7 @@ def run(name, trainings):
     found = []
     for process, ours in ends:
         try:
-            found.append(ours.recv() if ours.poll(300) else {})
+            found.append(ours.recv() if ours.poll(900) else {})
         except EOFError:
             found.append({})
         process.kill()

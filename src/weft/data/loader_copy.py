@@ -176,11 +176,8 @@ class _Quick:
     def __next__(self: Any) -> Any:
         if torch_internals.profiles() or torch_internals.LENGTH_CALLED.of(self) is not None:
             data = super().__next__()  # type: ignore[misc]
-        else:
-            if torch_internals.SAMPLER_ITERATOR.of(self) is None:
-                self._reset()
+        else:  # batches are counted for the length of a stream only
             data = torch_internals.NEXT_DATA.of(self)()
-            torch_internals.NUM_YIELDED.set(self, torch_internals.NUM_YIELDED.of(self) + 1)
         return data if self.weft_note is None else self.weft_note(data)
 
     def _reset(self: Any, loader: Any, first_iter: bool = False) -> None:
