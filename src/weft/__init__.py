@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     from weft.checkpoint.save_async import save_async
     from weft.collectives import barrier, broadcast, gather, main_first, reduce
     from weft.completeness import check
-    from weft.context import DistContext, adopt, explain, local, on_preemption, start
+    from weft.context import DistContext, adopt, local, on_preemption
+    from weft.context.explain import explain
     from weft.context.placement import to_device
-    from weft.contract import compose, transform
+    from weft.context.start import start
+    from weft.contract.transform import compose, transform
     from weft.elastic import resilient
     from weft.launching.launch_function import launch_function
     from weft.monitoring.log import log
