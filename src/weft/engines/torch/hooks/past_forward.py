@@ -69,6 +69,7 @@ def _attributes_of_self(function: types.FunctionType) -> Iterator[str]:
     steps = list(dis.get_instructions(code))
     own = code.co_varnames[0] if code.co_argcount else None
     for before, step, after in zip(steps, steps[1:], steps[2:], strict=False):
-        reads = step.opname in ("LOAD_ATTR", "LOAD_METHOD") and before.argval == own
+        last = before.argval[-1] if type(before.argval) is tuple else before.argval  # of two loads in one, since 3.13
+        reads = step.opname in ("LOAD_ATTR", "LOAD_METHOD") and last == own
         if reads and not after.opname.startswith(("RETURN", "STORE", "POP_JUMP", "TO_BOOL")):
             yield step.argval

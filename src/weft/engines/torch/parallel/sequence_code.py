@@ -20,6 +20,7 @@ __all__ = ["attention_modules", "makes_masks", "takes"]
 _CAUGHT = frozenset(
     {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"}
 )  # the second: of transformers, for "sdpa"
+_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "IMPORT_FROM")
 _MASKS = frozenset({"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"})
 
 
@@ -78,9 +79,7 @@ def _own_methods(base: type, used: set[str]) -> list[str]:
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
     for step in dis.get_instructions(code):
-        if step.opname.startswith(
-            ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "IMPORT_FROM")
-        ):
+        if step.opname.startswith(_READS):
             yield str(step.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
