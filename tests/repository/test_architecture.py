@@ -103,6 +103,7 @@ for _ in range(9):
     if os.fork() == 0:
         begin = time.process_time()
         import weft
+        weft.start, weft.reduce, weft.compose, weft.Precision  # what every program needs, imported when it is asked for
         middle = time.process_time()
         import other
         print(middle - begin, time.process_time() - middle, flush=True)
