@@ -775,7 +775,7 @@ def test_save_on_one_rank_only_fails_on_all_soon_and_names_the_others_line(tmp_p
             else:
                 weft.barrier(ctx)
         if ctx.is_main:
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < 20
         raise caught.value
 
     with pytest.raises(RanksFailed) as caught:

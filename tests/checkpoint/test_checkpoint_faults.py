@@ -442,7 +442,7 @@ def test_mutated_manifests_raise_checkpoint_errors_only(hostile, data):
         assert _steps_in(state) == {-1} and torch.equal(before, torch.get_rng_state())
     else:
         assert found.step >= 0
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert sorted(p.name for p in path.parent.iterdir()) == [".saving", "step-00000001"]
 
 

@@ -1,9 +1,14 @@
-"""Checkpoints of many tensors, many pieces, many steps: time that grows as they do, and no faster."""
+"""Checkpoints of many tensors, many pieces, many steps: time that grows as they do, and no faster.
+
+Times are of the processor, and are compared with those of other work in the same process: no machine is too slow.
+"""
 
 import itertools
+import json
 import time
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,20 +26,38 @@ class _Many(nn.Module):
             self.register_buffer(f"value{index}", torch.full((4,), float(index)))
 
 
+def _seconds(work):
+    """What a call takes."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
 def _restore_s(folder, count):
-    """Seconds of the processor for one restore, the better of two."""
+    """Seconds for one restore, the better of two."""
+    return _restore_and_load_s(folder, count)[0]
+
+
+def _restore_and_load_s(folder, count):
+    """Seconds for one restore, and for the same values with safetensors alone; the better of two, in turns."""
     model = _Many(count)
     state, ctx = weft.checkpointable({"model": model}, weft.local())
     weft.save(state, folder, 1, ctx)
+    (path,) = folder.glob("*/*.safetensors")
+
+    def load():
+        values = safetensors.torch.load_file(path)
+        for name, value in model.named_buffers():
+            value.copy_(values[f"model/{name}"])
+
     taken = []
     for _ in range(2):
         for value in model.buffers():
             value.zero_()
-        start = time.process_time()
-        weft.restore(state, folder, ctx)
-        taken.append(time.process_time() - start)
+        restored = _seconds(lambda: weft.restore(state, folder, ctx))
         assert all(bool((value == index).all()) for index, value in enumerate(model.buffers()))
-    return min(taken)
+        taken.append((restored, _seconds(load)))
+    return tuple(map(min, zip(*taken, strict=True)))
 
 
 def test_restore_takes_time_in_proportion_to_the_number_of_tensors(tmp_path):
@@ -44,8 +67,9 @@ def test_restore_takes_time_in_proportion_to_the_number_of_tensors(tmp_path):
 
 
 @pytest.mark.slow
-def test_40_000_tensors_are_restored_within_4_s(tmp_path):
-    assert _restore_s(tmp_path, 40_000) < 4
+def test_40_000_tensors_are_restored_in_8_times_what_safetensors_takes(tmp_path):
+    restored, loaded = _restore_and_load_s(tmp_path, 40_000)  # 2.2 s and 0.55 s on a slow machine of 2026
+    assert restored < 8 * loaded, (restored, loaded)
 
 
 # -- pieces ------------------------------------------------------------------------------------------
@@ -71,13 +95,17 @@ WIDE = {
 
 
 @pytest.mark.parametrize("dimension", ["second", "all", *slow("first", "last", "two")])
-def test_a_manifest_of_16_000_pieces_is_checked_within_2_s(tmp_path, dimension):
+def test_a_manifest_of_16_000_pieces_is_checked_in_no_more_than_linear_time(tmp_path, dimension):
     entry = _cut(*WIDE[dimension])
     assert len(entry.pieces) == 16_000
-    (tmp_path / "manifest.json").write_bytes(_manifest(entry).text())
-    start = time.process_time()
+    text = _manifest(entry).text()
+    (tmp_path / "manifest.json").write_bytes(text)
     assert read_manifest(tmp_path).tensors["x"] == entry
-    assert time.process_time() - start < 2
+    parsed, checked = (
+        min(_seconds(lambda: json.loads(text)) for _ in range(3)),
+        min(_seconds(lambda: read_manifest(tmp_path)) for _ in range(3)),
+    )
+    assert checked < 100 * parsed, (parsed, checked)  # 13 to 20 times; above 1,000 if pieces were compared in pairs
     # In the middle, one is there twice and another is not.
     wrong = TensorEntry(dtype="float32", shape=entry.shape, pieces=(*entry.pieces[:8000], *entry.pieces[7999:-1]))
     assert "or pieces that overlap" in str(check(_manifest(wrong)))

@@ -337,7 +337,7 @@ def test_saving_on_some_ranks_only_fails_on_all_soon(tmp_path):
                 weft.save_async(state, folder, 1, ctx)
             else:
                 weft.reduce(torch.ones(1), ctx)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20
         raise caught.value
 
     with pytest.raises(RanksFailed) as caught:

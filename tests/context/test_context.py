@@ -475,7 +475,7 @@ def _timeout(ctx):
 
 def test_a_timeout_fires_and_names_who_is_missing():
     (seconds, text), _ = run_ranks(_timeout, 2)
-    assert 2 < seconds < 6
+    assert 2 < seconds < 20
     assert "rank 1 did not arrive within 3 s" in text
 
 

@@ -56,7 +56,7 @@ def test_windows_with_a_replica_that_is_stopped_and_no_more_restarts(tmp_path):
     told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [line["replicas"] for line in told] == [3, 2, 1]
     stopped, killed = (line["elastic"] for line in told[1:])
-    assert stopped["again"] and 3 < stopped["seconds"] < 6 and killed["seconds"] < 3
+    assert stopped["again"] and 3 < stopped["seconds"] < 20 and killed["seconds"] < 20
     assert [(loss["replica"], loss["how"], loss["why"]) for line in told for loss in line["elastic"]["lost"]] == [
         (1, "by signal 9 (SIGKILL)", "it was stopped for 3 s"), (2, "by signal 9 (SIGKILL)", "")
     ]  # fmt: skip
@@ -252,7 +252,7 @@ def _lets_go(group, together, board):
 def test_who_lets_go_wakes_those_that_wait_though_his_workers_keep_the_connections():
     found = _members(3, _lets_go)
     assert [lost for lost, _ in found] == [0, True, True]
-    assert max(seconds for _, seconds in found) < 5
+    assert max(seconds for _, seconds in found) < 15
 
 
 def _stays_away(group, together, board):
@@ -268,7 +268,7 @@ def _stays_away(group, together, board):
 def test_who_waits_in_vain_hears_of_a_loss_by_the_launcher(monkeypatch):
     monkeypatch.setattr(replica_groups, "_PATIENCE_S", 0.1)
     (_, _), (lost, seconds) = _members(2, _stays_away)
-    assert lost and 0.1 < seconds < 5
+    assert lost and 0.1 < seconds < 15
 
 
 def test_who_connects_in_vain_hears_of_a_loss_by_the_launcher(monkeypatch):
@@ -281,7 +281,7 @@ def test_who_connects_in_vain_hears_of_a_loss_by_the_launcher(monkeypatch):
     group = ReplicaGroup(board, "0.0", 2, World(ranks=(0,), rank=0), torch.device("cpu"))
     begin = time.monotonic()
     assert group.meet(0, fresh=True, facts={}).number == 1 and group.broken
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 15
 
 
 def test_random_numbers_are_those_of_the_source_only_if_all_began_alike():

@@ -199,7 +199,7 @@ def test_a_hang_fails_when_the_time_is_over(n):
         RanksFailed, match=r"no answer within 0.3 s\n---- rank 0 of .*\nstill running when it was killed, here"
     ) as caught:
         run_ranks(hangs, n, timeout_s=0.3)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     failure = caught.value
     assert failure.first == 0 and isinstance(failure.errors[0], TimeoutError)
     assert f'File "{__file__}", line {hangs.__code__.co_firstlineno + 4} in hangs' in failure.traces[0]
@@ -267,7 +267,7 @@ def test_an_interrupted_call_leaves_no_ranks_behind(tmp_path):
     finally:
         signal.signal(signal.SIGALRM, old)
     pids = [int(path.read_text()) for path in tmp_path.iterdir()]
-    end = time.monotonic() + 5
+    end = time.monotonic() + 20
     while any(map(is_alive, pids)) and time.monotonic() < end:
         pass
     assert len(pids) == 2 and not any(map(is_alive, pids))

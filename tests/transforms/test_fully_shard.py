@@ -186,7 +186,7 @@ def _refused(ctx, options):
     if options.pop("on_last_rank_only", False) and ctx.rank < ctx.world_size - 1:
         options = {}
     error = _refusal(weft.fully_shard, model, ctx, **options)
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 30
     assert type(model) is Net
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert keys == {name: sorted(part.__dict__) for name, part in model.named_modules()}

@@ -231,10 +231,8 @@ def test_a_generator_of_the_stream_is_seeded():
 def test_a_seekable_stream_reads_what_it_gives_and_nothing_else():
     loader, _ = weft.shard_data(DataLoader(stream := Seekable(100_000), batch_size=2), fake(1, 2))
     loader.load_state_dict({"seed": 0, "epoch": 0, "samples": 80_000})
-    begin = time.perf_counter()
     assert next(iter(loader)).tolist() == [80_002, 80_003]
-    assert time.perf_counter() - begin < 0.5  # reading 80,000 samples would take longer
-    assert stream.read == [80_002, 80_003]
+    assert stream.read == [80_002, 80_003]  # none of the 80,000 before
 
 
 class Endless(Seekable):

@@ -305,7 +305,7 @@ def _refused(ctx):
         keys = sorted(model.__dict__)
         begin = time.monotonic()
         error = _refusal(weft.zero_partition, model, optimizer, ctx, **{"stage": 1, **options})
-        assert time.monotonic() - begin < 8
+        assert time.monotonic() - begin < 30
         assert largest_difference(before, [p.detach() for p in model.parameters()]) == 0
         assert sorted(model.__dict__) == keys and type(model) is Net
         return error

@@ -320,7 +320,7 @@ def sizes_of(value: Any) -> tuple[int, ...]:
     """
     found = tuple(map(_size, _is(list, value)))
     # Also a tensor without elements, as of [2**40, 0, 2**40], has strides.
-    if len(found) > _MAX_DIMS or math.prod(size or 1 for size in found) >= 2**59:
+    if len(found) > _MAX_DIMS or math.prod(filter(None, found)) >= 2**59:
         raise ValueError(f"the sizes {value!r:.80}")
     return found
 
