@@ -221,6 +221,8 @@ def _own_line_fails(ctx, make, kind):
         sub, store = ctx.on("data"), ctx.world.store
         call = make(ctx, sub)
         call()
+        store.add("ready", 1)
+        _until(lambda: store.add("ready", 0) == ctx.world_size)  # a rank still in its first call would be told, too
         if 0 not in sub.ranks:
             _until(lambda: store.has("named"))
             return "busy"
