@@ -202,10 +202,11 @@ class Attribute(_Name):
         Raises:
             ContextError: The installed version does not have it.
         """
-        try:
-            return getattr(owner, self.spelling)
-        except AttributeError as error:
-            self._raise(error)
+        value = getattr(owner, self.spelling, self)
+        if value is self:
+            del owner  # the error does not keep it: what torch's C++ destroys may have to go before the process group
+            self._raise()
+        return value
 
     def get(self, owner: Any, default: Any = None) -> Any:
         """The value; the default where an object has none although others of this version have.

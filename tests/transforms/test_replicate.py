@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 from collections import OrderedDict
 from unittest import mock
 
@@ -11,6 +12,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import weft
+from weft import torch_internals
+from weft.contract import GradSync, offered
+from weft.engines.torch.ddp.buckets import Buckets
 from weft.engines.torch.hooks.past_forward import methods_that_call
 from weft.testing import largest_difference, run_ranks
 
@@ -582,6 +586,34 @@ def _not_called(ctx, which):
 def test_what_torch_does_not_call_is_noticed_in_the_first_step(which):
     for text, change in run_ranks(_not_called, 2, which):
         assert "averaged" in text and "fix:" in text and not change
+
+
+def _released(ctx):
+    made = []
+
+    def reducer(*args):
+        made.append(weakref.ref(one := real(*args)))
+        return one
+
+    real = torch.distributed.Reducer
+    with (
+        mock.patch("torch.distributed.Reducer", reducer),
+        mock.patch.object(torch_internals.REBUILD_BUCKETS, "spelling", "gone"),
+    ):
+        model, ctx = weft.replicate(_net().float(), ctx)
+        with pytest.raises(weft.errors.ContextError, match="gone") as caught:
+            model(_x(ctx.rank).float()).sum().backward()
+    frames = [entry.frame.f_locals.get("self") for entry in caught.traceback]
+    held = any(isinstance(each, Buckets) for each in frames)
+    before = [ref() is not None for ref in made]
+    for sync in offered(model, GradSync):
+        sync.release()  # as the end of the context does
+    return held, before, [ref() is not None for ref in made]
+
+
+def test_an_error_does_not_keep_the_reducer_of_torch():
+    """The last one to hold the process group: if a traceback held it, its end would wait for gloo's thread for ever."""
+    assert run_ranks(_released, 2) == [(True, [True], [False])] * 2
 
 
 # -- frozen, tied, sparse, cast ----------------------------------------------------------------------

@@ -103,6 +103,14 @@ class Buckets:
     def undo(self) -> None:
         """Nothing to undo: the parameters were not touched."""
 
+    def release(self) -> None:
+        """Destroy torch's reducer now, whoever holds these buckets, as the traceback of an error does.
+
+        As the last one to hold the process group, it would destroy that without releasing the GIL: gloo then waits
+        for its threads, and one of them, which drops the message of a collective, for the GIL.
+        """
+        del self._reducer
+
 
 def sparse_gradients(module: nn.Module) -> list[str]:
     """Names of the trained parameters of `module` whose gradients are sparse tensors."""

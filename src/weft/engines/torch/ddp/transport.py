@@ -60,6 +60,7 @@ class Transport:
         if isinstance(self.channel, FlatBuffer):
             self.channel.take(list(named.values()))
         else:
+            self._drop_channel()
             self.channel = self._make_channel(module) if named else None
 
     def sum_order(self) -> dict[str, Any] | None:
@@ -160,6 +161,7 @@ class Transport:
         module = self._module()
         self.armed = False
         if module is not None and isinstance(self.channel, Buckets) and self._group is not None:
+            self._drop_channel()
             self.channel = self._make_channel(module, order)
 
     def undo(self) -> None:
@@ -169,7 +171,13 @@ class Transport:
 
     def release(self) -> None:
         """Let the process group go."""
-        self._group = self.channel = None
+        self._drop_channel()
+        self._group = None
+
+    def _drop_channel(self) -> None:
+        if isinstance(self.channel, Buckets):
+            self.channel.release()
+        self.channel = None
 
     def _make_channel(self, module: nn.Module, order: list[list[int]] | None = None) -> Channel:
         assert self._group is not None
