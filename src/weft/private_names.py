@@ -204,7 +204,7 @@ class Attribute(_Name):
         """
         value = getattr(owner, self.spelling, self)
         if value is self:
-            del owner  # the error does not keep it: what torch's C++ destroys may have to go before the process group
+            del owner  # the traceback must not keep it alive; see `Buckets.release` in engines/torch/ddp/buckets.py
             self._raise()
         return value
 

@@ -612,7 +612,7 @@ def _released(ctx):
 
 
 def test_an_error_does_not_keep_the_reducer_of_torch():
-    """The last one to hold the process group: if a traceback held it, its end would wait for gloo's thread for ever."""
+    """As the last owner of the process group, it would deadlock with a thread of gloo when the traceback is freed."""
     assert run_ranks(_released, 2) == [(True, [True], [False])] * 2
 
 

@@ -104,10 +104,10 @@ class Buckets:
         """Nothing to undo: the parameters were not touched."""
 
     def release(self) -> None:
-        """Destroy torch's reducer now, whoever holds these buckets, as the traceback of an error does.
+        """Destroy torch's reducer now, even if something still holds these buckets, such as the traceback of an error.
 
-        As the last one to hold the process group, it would destroy that without releasing the GIL: gloo then waits
-        for its threads, and one of them, which drops the message of a collective, for the GIL.
+        A reducer that is the last owner of the process group destroys it while holding the GIL. Gloo then joins its
+        threads, and a thread that is about to free a failed collective waits for the GIL: a deadlock.
         """
         del self._reducer
 

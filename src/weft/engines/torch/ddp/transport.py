@@ -60,8 +60,7 @@ class Transport:
         if isinstance(self.channel, FlatBuffer):
             self.channel.take(list(named.values()))
         else:
-            self._drop_channel()
-            self.channel = self._make_channel(module) if named else None
+            self._replace_channel(self._make_channel(module) if named else None)
 
     def sum_order(self) -> dict[str, Any] | None:
         """See `KeepsOrder`: the names in each bucket, and how large buckets may be."""
@@ -161,8 +160,7 @@ class Transport:
         module = self._module()
         self.armed = False
         if module is not None and isinstance(self.channel, Buckets) and self._group is not None:
-            self._drop_channel()
-            self.channel = self._make_channel(module, order)
+            self._replace_channel(self._make_channel(module, order))
 
     def undo(self) -> None:
         """Take the channel off the parameters."""
@@ -171,13 +169,13 @@ class Transport:
 
     def release(self) -> None:
         """Let the process group go."""
-        self._drop_channel()
+        self._replace_channel(None)
         self._group = None
 
-    def _drop_channel(self) -> None:
+    def _replace_channel(self, channel: Channel | None) -> None:
         if isinstance(self.channel, Buckets):
             self.channel.release()
-        self.channel = None
+        self.channel = channel
 
     def _make_channel(self, module: nn.Module, order: list[list[int]] | None = None) -> Channel:
         assert self._group is not None
