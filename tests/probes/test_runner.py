@@ -329,6 +329,26 @@ def test_a_probe_that_is_offered_fails_on_all_ranks(outside):
             assert text in str(error)
 
 
+class DoubledTwice(Doubled):
+    """The second result is off by a little more than the first, as another order of sums would make it."""
+
+    def measure(self, name, args, kwargs, *, gradients):
+        found, expected = self.units[name](*args), args[0] * 2
+        yield Compared("the first", found, expected)
+        yield Compared("the second", found * (1 + 1e-6), expected)
+
+
+def doubled_twice(ctx):
+    module, ctx = doubling(Doubling(3.0), ctx, kind=DoubledTwice)
+    module(torch.ones(3))
+
+
+def test_rounding_does_not_decide_which_difference_is_named():
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(doubled_twice, 2)
+    assert all("the first" in str(error) for error in failed.value.errors.values())
+
+
 def on_one_rank(ctx):
     """What is wrong on one rank alone."""
     module, ctx = doubling(Doubling(3.0 if ctx.rank else 2.0), ctx)

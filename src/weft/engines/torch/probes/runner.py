@@ -42,6 +42,7 @@ __all__ = ["Prober"]
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Found = tuple[float, Compared]  # how many times the limit it differs
+_TIED = 0.999  # of the largest difference
 
 
 class Prober:
@@ -267,7 +268,8 @@ class Prober:
             return
         text, limit, fix = f"a difference on another rank, {everywhere:.2g} times the limit", "the limit", ""
         if here > 1:
-            times, worst = next(pair for pair in found if pair[0] == here)
+            # A weight and its bias may differ by the same: rounding does not decide which of them is named.
+            times, worst = next(pair for pair in found if pair[0] >= _TIED * here)
             limit, fix = f"{worst.limit:g}", worst.fix
             text = _difference(worst, times * worst.limit)
         raise self._error(name, found=text, expected=f"at most {limit}; likely, {self._probe.cause}", fix=fix)
