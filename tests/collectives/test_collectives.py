@@ -884,14 +884,14 @@ def test_pad_across_compares_numbers_of_dimensions(debug):
 
 def _from_two_threads(ctx):
     """One thread reduces, another one gathers; each rank begins with another one of them."""
+    own = ctx.subset(range(ctx.world_size))  # its group goes when this ends, which nothing may hold up
     found = []
 
     def work(call):
         try:
-            for _ in range(50):
-                call(torch.ones(3), ctx)
+            while True:
+                call(torch.ones(3), own)
                 time.sleep(0.001)
-            found.append("done")
         except weft.errors.ContextError as error:
             found.append(str(error).splitlines()[0])
         except weft.errors.PeerError as error:
@@ -907,10 +907,9 @@ def _from_two_threads(ctx):
 
 
 def test_collectives_of_two_threads_are_refused_by_name():
-    begin = time.monotonic()
     for found, hangs in run_ranks(_from_two_threads, 2):
-        assert not hangs and any("two threads of this rank call collectives" in text for text in found)
-    assert time.monotonic() - begin < 20
+        assert not hangs and len(found) == 2
+        assert any("two threads of this rank call collectives" in text for text in found)
 
 
 def _meets_while_another_thread_reduces(ctx):
@@ -919,7 +918,10 @@ def _meets_while_another_thread_reduces(ctx):
 
     def work():
         entered.set()
-        found.append(weft.reduce(torch.ones(1), ctx).item())
+        try:
+            weft.reduce(torch.ones(1), ctx)
+        except weft.errors.ContextError as error:
+            found.append("barrier in thread" in str(error) and "reduce in thread" in str(error))
 
     if ctx.is_main:
         thread = threading.Thread(target=work)
@@ -933,14 +935,14 @@ def _meets_while_another_thread_reduces(ctx):
             found.append("barrier in thread" in str(error) and "reduce in thread" in str(error))
     else:
         time.sleep(0.3)
-        found += [True, weft.reduce(torch.ones(1), ctx).item()]
+        found.append(weft.reduce(torch.ones(1), ctx).item())
     if ctx.is_main:
         thread.join()
-    return sorted(found), ctx.world.clash
+    return found, ctx.world.clash
 
 
 def test_a_meeting_of_one_thread_in_a_collective_of_another_one():
-    assert run_ranks(_meets_while_another_thread_reduces, 2) == [([True, 2.0], None)] * 2
+    assert run_ranks(_meets_while_another_thread_reduces, 2) == [([True, True], None), ([2.0], None)]
 
 
 def _threads_with_contexts_of_their_own(ctx):

@@ -18,6 +18,7 @@ from weft.engines.torch_errors import is_communication_error
 from weft.errors import ContextError, listed, type_error
 from weft.peers.agreement import agree
 from weft.peers.board import StoreLost
+from weft.peers.gloo_connections import never_destroy
 from weft.peers.liveness import absent, check_failed, culprit, late, peer_error
 from weft.tensors.dtensor import axes_of, is_sharded
 from weft.tensors.nested import leaves, map_tensors
@@ -212,6 +213,8 @@ def _wait_in_slices(work: dist.Work, world: World) -> None:
             return
         if world.clash is not None:
             world.root.abandoned = True
+            group: Any = world.group
+            never_destroy([group])  # the peers may be in another collective, and wait as this rank does
             raise _clash(world.clash)
         blamed = absent(world) or culprit(world)
         if blamed is not None and blamed == suspect:
@@ -244,18 +247,24 @@ def peers_named(what: str, world: World) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread(what: str, world: World) -> Iterator[None]:
-    """Refuse a collective while another thread of this rank is in one: which of the two meets which is chance."""
+    """Refuse a collective while another thread of this rank is in one: which of the two meets which is chance.
+
+    Both threads learn of it: one that went on alone might meet the other one of its peers, and wait for good.
+    """
     mine = (threading.get_ident(), f"{what} in thread {threading.current_thread().name!r}")
     first = world.inside.setdefault("collective", mine)
     if first[0] != mine[0]:
         world.clash = f"{first[1]}, and {mine[1]}"
         raise _clash(world.clash)
+    clash = None
     try:
         yield
     finally:
         if first is mine:
+            clash, world.clash = world.clash, None
             world.inside.clear()
-            world.clash = None
+    if clash is not None:
+        raise _clash(clash)
 
 
 def _clash(found: str) -> ContextError:

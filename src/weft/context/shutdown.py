@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -22,7 +21,7 @@ from weft.environments.joined import forget_joined
 from weft.errors import ContextError, PeerError
 from weft.peers.agreement import agree
 from weft.peers.board import StoreLost
-from weft.peers.gloo_connections import abort_groups, groups_among
+from weft.peers.gloo_connections import abort_groups, groups_among, never_destroy
 from weft.peers.liveness import culprit, exception_text, late, part, wait_for_parting
 from weft.peers.world import PREEMPTED, World
 from weft.tensors.dtensor import forget_groups
@@ -274,7 +273,7 @@ def _release(world: World, *, failed: bool = False) -> None:
     if failed:  # NCCL destroys a group when its collectives have ended, to which nobody comes; others' groups stay
         groups = groups_among(world.ranks) if world.owner else list(world.disposable)
         abort_groups(groups)
-        _never_destroy([each for each in groups if dist.get_backend(each) != "gloo"])
+        never_destroy([each for each in groups if dist.get_backend(each) != "gloo"])
     for holder in list(world.holders):
         holder.release()
     world.meshes.clear()
@@ -296,20 +295,6 @@ def _release(world: World, *, failed: bool = False) -> None:
         for made in [None] if world.owner else disposable:
             destroy(made)
     forget_groups(is_device_usable=not failed)
-
-
-def _never_destroy(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Keep groups until the process ends: the destructor of NCCL's waits for its watchdog, and that for half a minute.
-
-    A thread that never ends holds them, so that the end of the interpreter does not destroy them either.
-    """
-    if groups:
-        threading.Thread(target=_hold, args=(groups,), name="weft aborted groups", daemon=True).start()
-
-
-def _hold(groups: Sequence[dist.ProcessGroup]) -> None:
-    threading.Event().wait()
-    del groups
 
 
 def _forget_aborted(group: dist.ProcessGroup | None) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from weft import torch_internals
 
-__all__ = ["abort_groups", "connections", "cut", "groups_among", "listening_ports"]
+__all__ = ["abort_groups", "connections", "cut", "groups_among", "listening_ports", "never_destroy"]
 
 _ABORT_LIMIT_S = 3.0
 
@@ -82,6 +82,21 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 def _abort(group: Any) -> None:
     with contextlib.suppress(RuntimeError):
         group.abort()
+
+
+def never_destroy(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Keep groups until the process ends, because of what their destructors wait for.
+
+    NCCL's waits for its watchdog, and that for half a minute; gloo's for a collective that not all ranks came to.
+    A thread that never ends holds them, so that the end of the interpreter does not destroy them either.
+    """
+    if groups:
+        threading.Thread(target=_hold, args=(groups,), name="weft aborted groups", daemon=True).start()
+
+
+def _hold(groups: Sequence[dist.ProcessGroup]) -> None:
+    threading.Event().wait()
+    del groups
 
 
 def _sockets() -> Iterator[socket.socket]:
