@@ -509,6 +509,10 @@ def rows_that_depend_on_each_other(ctx):
     _staged(ctx, norm=True)
 
 
+def other_batches_along_the_pipeline(ctx):
+    _staged(ctx, use=lambda model, x: model(x + ctx.rank, x).backward())
+
+
 def mean_over_some_labels(ctx):
     ignoring = functools.partial(cross_entropy, ignore_index=0)
     _staged(ctx, loss=ignoring, target=torch.tensor([0, 0, 0, 1, 2, 3, 1, 2]))
@@ -571,7 +575,8 @@ MESHES = {
     "context": (sequences,),
     "expert": (tokens_that_compete, three_experts_on_two_ranks),
     "pipeline": (
-        rows_that_depend_on_each_other, mean_over_some_labels, uneven_batch, optimizer_before_the_stages,
+        rows_that_depend_on_each_other, other_batches_along_the_pipeline,
+        mean_over_some_labels, uneven_batch, optimizer_before_the_stages,
         loss_outside_of_the_pipeline, two_backward_passes, layer_of_another_stage, clipped_by_torch, weights_of_stages,
     ),
 }  # fmt: skip
@@ -594,6 +599,7 @@ MODEL_AXES = [
     (three_experts_on_two_ranks, (), ValueError, "expert_parallel: the experts of 'experts' cannot be divided"),
     (experts_of_one_batch, (), weft.errors.ContextError, "expert_parallel: batches are the same along 'tensor'"),
     (rows_that_depend_on_each_other, (), weft.errors.ProbeFailed, "pipeline: rows of a batch are mixed"),
+    (other_batches_along_the_pipeline, (), weft.errors.ProbeFailed, "of one pipeline were given different batches"),
     (mean_over_some_labels, (), weft.errors.ProbeFailed, "pipeline: the mean over the micro-batches is not the loss"),
     (uneven_batch, (), ValueError, "pipeline: a batch of 7 rows cannot be cut into 2 micro-batches"),
     (optimizer_before_the_stages, (), weft.errors.OrderError, "pipeline: 1 optimizer(s) hold parameters of"),

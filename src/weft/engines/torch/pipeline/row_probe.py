@@ -20,12 +20,12 @@ from weft.engines.torch.pipeline.batch_parts import Inputs, MicroBatches
 from weft.engines.torch.pipeline.losses import Loss, Result, combined
 from weft.engines.torch.pipeline.outputs import join, row_dims
 from weft.engines.torch.pipeline.stage_borders import Borders
-from weft.engines.torch.probes.compare import difference, largest_over
+from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over
 from weft.engines.torch.probes.no_trace import measured, no_trace, random_kept, zeros_filled
 from weft.engines.torch.probes.observed import Observed
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
 from weft.engines.torch.probes.same_draws import SameDraws
-from weft.errors import ProbeFailed
+from weft.errors import ProbeFailed, listed
 from weft.tensors.dtensor import local
 from weft.tensors.nested import map_tensors, tensors
 
@@ -80,8 +80,8 @@ class RowProbe:
         Of the gradients in each stage and of the loss, apart and together; and of the loss of one micro-batch, with
         all layers on one rank and on several.
 
-        Collectives: what leaves stages and comes back, and one all-reduce of a number per stage. In the first call,
-        those of `compute_whole`.
+        Collectives: one all-gather of two numbers; what leaves stages and comes back, and one all-reduce of a number
+        per stage. In the first call, those of `compute_whole`.
 
         Args:
             batches: Of which the first and the last one are measured.
@@ -91,11 +91,15 @@ class RowProbe:
             group: The ranks of the pipeline.
             device: Of this rank.
             is_sum: Whether losses are parts of one sum.
+
+        Raises:
+            ProbeFailed: On all ranks: they were given different batches.
         """
         self._watch.close()
         last = len(batches.parts) - 1
         if not self._is_due or not last:
             return []
+        _check_same_batch(batches.whole, group, device)
         parts, whole = [batches.parts[0], batches.parts[last]], batches.together([0, last])
         quiet = self._quiet_everywhere(group, device) if self._is_due == 1 else None
         with measured(recompute=True), no_trace(self._module), zeros_filled(self._module), random_kept():
@@ -129,6 +133,17 @@ class RowProbe:
             return None
         loud = largest_over(group, [float(id(hook) not in self._quiet) for hook in hooks], device)
         return {id(hook) for hook, returns in zip(hooks, loud, strict=True) if not returns}
+
+
+def _check_same_batch(inputs: Inputs, group: dist.ProcessGroup, device: torch.device) -> None:
+    others = [dist.get_global_rank(group, rank) for rank in differing_ranks(inputs.nested(), group, device)]
+    if others:
+        raise ProbeFailed(
+            "pipeline: the ranks of one pipeline were given different batches",
+            found=f"other values or shapes on rank {listed(others)} than on {dist.get_global_rank(group, 0)}",
+            expected="one batch on all of them: the first stage reads its inputs, and the last one its targets",
+            fix="loader, ctx = weft.shard_data(loader, ctx)  # the same batches along the axis of the stages",
+        )
 
 
 def check_rows(worst: Sequence[float]) -> None:
