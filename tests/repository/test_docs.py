@@ -155,6 +155,15 @@ def test_code_is_as_wide_as_the_page(page):
     assert wide == []
 
 
+def test_included_code_is_as_wide_as_the_page():
+    """Files that pages show may have ten columns more than their own code, which is all that a block holds."""
+    text = "\n".join(map(_text, PAGES))
+    names = {*re.findall(r"^```\{literalinclude\} (\S+)$|^:diff: (\S+)$", text, re.MULTILINE)}
+    files = {DOCS / (one or two) for one, two in names}
+    assert len(files) > 5
+    assert [file.name for file in files if max(map(len, _text(file).splitlines())) > 98] == []
+
+
 # -- README, the scripts of .ci and the workflow agree -------------------------------------------------
 
 
