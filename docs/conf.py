@@ -107,6 +107,14 @@ def show_own_fields(
     lines[:] = shown
 
 
+def hide_inherited_signature(
+    app: Any, what: str, name: str, obj: Any, *rest: Any
+) -> tuple[str, None] | None:
+    """Leave out the constructors of torch's classes and of protocols."""
+    made_in = getattr(obj.__init__, "__module__", "") if what == "class" else ""
+    return ("", None) if made_in.startswith(("torch.", "typing")) else None
+
+
 def summarize(app: Any, docname: str, source: list[str]) -> None:
     """Begin an API page with tables: each name, and the first line of its docstring."""
     first = re.search(r"^```{eval-rst}$", source[0], re.MULTILINE)
@@ -157,6 +165,7 @@ def find_by_public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
 def setup(app: Any) -> None:
     # before napoleon, which has priority 500
     app.connect("autodoc-process-docstring", show_own_fields, priority=400)
+    app.connect("autodoc-process-signature", hide_inherited_signature)
     app.connect("source-read", summarize)
     app.connect("doctree-read", show_diffs)
     app.connect("missing-reference", find_by_public_name)
