@@ -113,7 +113,6 @@ def test_of_many_ranks_the_highest_and_the_lowest_memory_are_told_with_their_ran
     }  # fmt: skip
 
 
-
 def test_speed_is_exact_by_a_clock():
     clock = _Clock()
     speed = weft.monitoring.throughput(weft.local(), peak_flops=1000.0, clock=clock)

@@ -31,7 +31,7 @@ from weft.monitoring.report.run import Run
 __all__ = ["render", "write_report"]
 
 _EVENTS = ("preempted", "failure")  # names of texts that say why a program ended
-_HEALTH = "health"
+_HEALTH, _PROBES = "health", "probes"
 _SHEET_FOR_MAPS = r'getElementById\("([0-9a-f]{32,})"\)'
 _SHOWN = 20  # steps with values that are not finite, by number
 
@@ -83,6 +83,7 @@ def render(runs: Sequence[Run]) -> str:
     sections |= {
         "Replicas": _replicas(named),
         "Health": _health(named),
+        "Probes": _probes(named),
         "Profiles": _profiles(named, charts),
         "Rehearsals": _rehearsals(named, charts),
         "Checkpoints, preemptions and failures": _events(named),
@@ -220,6 +221,13 @@ def _health(runs: Runs) -> str:
     return _of_runs(runs, ("step", "finding"), rows)
 
 
+def _probes(runs: Runs) -> str:
+    """What `probe_results` said last."""
+    texts = [(name, *run.texts[_PROBES][-1]) for name, run in runs.items() if _PROBES in run.texts]
+    rows = [(name, f"{step:,}", *line.split(": ", 1)) for name, step, text in texts for line in text.splitlines()]
+    return _of_runs(runs, ("up to step", "transform", "what was measured"), rows)
+
+
 def _replicas(runs: Runs) -> str:
     rows = [(name, *row) for name, run in runs.items() for row in replica_rows(run.quorums)]
     return _of_runs(runs, ("before step", "time", "what happened", "why", "cost"), rows)
@@ -281,7 +289,7 @@ def _texts(runs: Runs) -> str:
         _details(f"{name}: {what}", f"<pre>{html.escape(texts[-1][1])}</pre>")
         for name, run in runs.items()
         for what, texts in run.texts.items()
-        if what not in (*_EVENTS, _HEALTH, EXPLAIN)
+        if what not in (*_EVENTS, _HEALTH, _PROBES, EXPLAIN)
     )
 
 
