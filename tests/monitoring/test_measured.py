@@ -54,7 +54,7 @@ def test_what_was_measured_is_told_and_shown(tmp_path):
     text = render([read(tmp_path)])
     cells = re.findall("<td[^>]*>(.*?)</td>", text)
     assert html.unescape(text).count(after.partition(": ")[2]) == 1 and "<h2>Probes</h2>" in text
-    assert cells[:3] == ["3", "tensor_parallel(_Feedforward)", html.escape(after.partition(": ")[2])]
+    assert cells[:3] == ["tensor_parallel(_Feedforward)", html.escape(after.partition(": ")[2]), "3"]
 
 
 def test_what_was_found_is_told_and_shown(tmp_path):

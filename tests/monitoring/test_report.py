@@ -562,7 +562,12 @@ def test_names_and_texts_cannot_break_the_page(tmp_path):
     bad = '</script><script>alert("x")</script>&<b>'
     weft.log({bad: 1.0, f"{bad}/loss": 2.0, "note": bad}, 1, weft.local(), monitoring.jsonl(tmp_path / "log.jsonl"))
     monitoring.log_start(0, weft.local(), monitoring.jsonl(tmp_path / "log.jsonl"), settings={bad: bad})
-    weft.log({bad: 1.0, "health": bad, "preempted": bad}, 1, weft.local(), monitoring.jsonl(tmp_path / "log.jsonl"))
+    weft.log(
+        {bad: 1.0, "health": bad, "preempted": bad, "probes": bad},
+        1,
+        weft.local(),
+        monitoring.jsonl(tmp_path / "log.jsonl"),
+    )
     (tmp_path / "rank0.step1.json").write_text(
         json.dumps({"traceEvents": [{"ph": "X", "dur": 5, "ts": 0, "cat": "cpu_op", "name": bad}]})
     )

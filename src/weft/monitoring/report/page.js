@@ -93,7 +93,7 @@
       font: { color: soft, family: "system-ui, sans-serif", size: 12 },
       hoverlabel: { bgcolor: sheet, bordercolor: rule, font: { color: ink } },
       modebar: { bgcolor: "rgba(0, 0, 0, 0)", color: soft, activecolor: ink },
-      margin: { l: 64, r: 26, t: 34, b: 46 },
+      margin: { l: 64, r: 26, t: 46, b: 46 },
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: ink } },
       showlegend: chart.lines.length > 1,
     };
@@ -128,7 +128,7 @@
 
   const config = {
     responsive: true, doubleClick: false, displaylogo: false, showSendToCloud: false, plotlyServerURL: "",
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "sendChartToCloud"],
+    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "resetScale2d", "sendChartToCloud"],
     toImageButtonOptions: { format: "svg" },
   };
 

@@ -31,6 +31,7 @@ from weft.monitoring.report.run import Run
 __all__ = ["render", "write_report"]
 
 _EVENTS = ("preempted", "failure")  # names of texts that say why a program ended
+_RECORDS = "records"  # a table of rows that stand one below the other where the screen is narrow
 _HEALTH, _PROBES = "health", "probes"
 _SHEET_FOR_MAPS = r'getElementById\("([0-9a-f]{32,})"\)'
 _SHOWN = 20  # steps with values that are not finite, by number
@@ -134,7 +135,7 @@ def _figures(drawn: Iterable[Chart], charts: list[Chart]) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "") -> str:
     """A table, empty without rows."""
-    labels = head if kind == "starts" else [""] * len(head)  # beside each value where the screen is narrow
+    labels = head if kind == _RECORDS else [""] * len(head)
     lines = "".join(f"<tr>{''.join(map(_cell, row, labels))}</tr>" for row in rows)
     names = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     table = f'<table class="{kind}"><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>'
@@ -146,9 +147,10 @@ def _table_of(lines: Sequence[Sequence[str]], kind: str = "") -> str:
     return _table(lines[0], lines[1:], kind) if lines else ""
 
 
-def _of_runs(runs: Mapping[str, Run], head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _of_runs(runs: Runs, head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
     """A table of rows that begin with the name of a run, which one run does not need."""
-    return _table(["run", *head], rows) if len(runs) > 1 else _table(head, [row[1:] for row in rows])
+    alone = len(runs) == 1
+    return _table(head, [row[1:] for row in rows], kind) if alone else _table(["run", *head], rows, kind)
 
 
 def _cell(value: object, label: str) -> str:
@@ -190,7 +192,7 @@ def _head(runs: Runs) -> str:
     if len(runs) == 1:
         (run,) = runs.values()
         common, table = starts(run)
-        return _pairs("about", common or _ranks(run)) + _table_of(table, "starts") + _pairs("facts", cards(run))
+        return _pairs("about", common or _ranks(run)) + _table_of(table, _RECORDS) + _pairs("facts", cards(run))
     columns = [about(run) or _ranks(run) for run in runs.values()], [finals(run) for run in runs.values()]
     return "<h2>Final values</h2>".join(_table(["", *runs], _side_by_side(each), "runs") for each in columns)
 
@@ -224,8 +226,8 @@ def _health(runs: Runs) -> str:
 def _probes(runs: Runs) -> str:
     """What `probe_results` said last."""
     texts = [(name, *run.texts[_PROBES][-1]) for name, run in runs.items() if _PROBES in run.texts]
-    rows = [(name, f"{step:,}", *line.split(": ", 1)) for name, step, text in texts for line in text.splitlines()]
-    return _of_runs(runs, ("up to step", "transform", "what was measured"), rows)
+    rows = [(name, *line.partition(": ")[::2], f"{step:,}") for name, step, text in texts for line in text.splitlines()]
+    return _of_runs(runs, ("transform", "what was measured", "up to step"), rows, _RECORDS)
 
 
 def _replicas(runs: Runs) -> str:
