@@ -232,7 +232,7 @@ def _probes(runs: Runs) -> str:
 
 def _replicas(runs: Runs) -> str:
     rows = [(name, *row) for name, run in runs.items() for row in replica_rows(run.quorums)]
-    return _of_runs(runs, ("before step", "time", "what happened", "why", "cost"), rows)
+    return _of_runs(runs, ("before step", "time", "what happened", "why", "cost"), rows, _RECORDS)
 
 
 def _profiles(runs: Runs, charts: list[Chart]) -> str:
@@ -253,7 +253,8 @@ def _rehearsals(runs: Runs, charts: list[Chart]) -> str:
     parts: list[str] = []
     for name, found in ((name, found) for name, run in runs.items() for found in run.rehearsals):
         inner = _pairs("facts", facts(found)) + _figures(rehearsal_charts(found), charts)
-        inner += _table(("messages of a step", "axis", "ranks", "count", "whole", "sent"), message_rows(found))
+        head = ("messages of a step", "axis", "ranks", "count", "whole", "sent")
+        inner += _table(head, message_rows(found), _RECORDS)
         parts.append(_details(f"{name}: {found['program']}, before it runs", inner, opened=not parts))
     return "".join(parts)
 
