@@ -42,11 +42,12 @@ class RowProbe:
 
     Attributes:
         dims: The dimension of rows in each tensor that the last layer returns; None if it is not known.
+        schedule: Which calls are measured, and what was found.
     """
 
     def __init__(self, mode: ProbeMode, module: nn.Module, borders: Borders, here: Sequence[int], stages: int) -> None:
         self.dims: list[int | None] | None = None
-        self._schedule = Schedule(mode, ["rows"])
+        self.schedule = Schedule(mode, ["rows"])
         self._module = module
         self._borders = borders
         self._here = here
@@ -57,7 +58,7 @@ class RowProbe:
 
     def begin(self) -> None:
         """A call with gradients begins."""
-        self._is_due = self._schedule.is_due("rows")
+        self._is_due = self.schedule.is_due("rows")
         if self._is_due:
             self._quiet = self._watch.enter_context(quiet_hooks(self._module))
 
@@ -120,7 +121,9 @@ class RowProbe:
                 found[-2] = difference(Compared("the loss", apart.losses[0].mean(), alone.mean()))
             found[-1] = float(runs.observed.low)
             *worst, low = largest_over(group, found, device)
-        return [relative if relative > (_LOW_LIMIT if low else _LIMIT) else 0.0 for relative in worst]
+        limit = _LOW_LIMIT if low else _LIMIT
+        self.schedule.note("", zip(_names(self._stages), (relative / limit for relative in worst), strict=True))
+        return [relative if relative > limit else 0.0 for relative in worst]
 
     def _quiet_everywhere(self, group: dist.ProcessGroup, device: torch.device) -> set[int] | None:
         """The hooks that return nothing on any rank, by id; None if ranks have different ones.
@@ -160,8 +163,8 @@ def check_rows(worst: Sequence[float]) -> None:
             "several stages use",
             fix="x, kept = layer(x, kept)  # what a later layer needs goes through those before it",
         )
-    names = [*(f"the gradients of stage {number}" for number in range(len(worst) - 2)), "the loss"]
-    wrong = [f"{name} by {relative:.2g}" for name, relative in zip(names, worst, strict=False) if relative]
+    pairs = zip(_names(len(worst) - 2), worst, strict=True) if worst else ()
+    wrong = [f"{name} by {relative:.2g}" for name, relative in pairs if relative]
     if wrong:
         raise ProbeFailed(
             "pipeline: rows of a batch are mixed, which are computed in micro-batches",
@@ -170,6 +173,11 @@ def check_rows(worst: Sequence[float]) -> None:
             "over the batch",
             fix='LayerNorm or GroupNorm for each row, or weft.pipeline(..., micro_batches=1, schedule="gpipe")',
         )
+
+
+def _names(stages: int) -> list[str]:
+    gradients = (f"the gradients of stage {number}" for number in range(stages))
+    return [*gradients, "the loss", "the loss with all layers on each rank"]
 
 
 class _Run:
