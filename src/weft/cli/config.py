@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from weft.cli.foreign.accelerate import from_accelerate, yaml_of
+from weft.cli.foreign.accelerate import from_accelerate, program, yaml_of
 from weft.cli.foreign.megatron import arguments_of, from_megatron, is_megatron
 from weft.context.config import LAUNCH, Config, checked, read_config
 from weft.context.settings import SETTINGS
@@ -67,8 +67,8 @@ def run(options: argparse.Namespace) -> int:
             data = answered(data, input)
     options.out.write_text(toml(checked(data, str(options.out))), encoding="utf-8")
     read_config(options.out)
-    for line in calls:
-        print(f"in the program: {line}")  # noqa: T201
+    for line in ["in the program:", *program(calls)] if calls else []:
+        print(line)  # noqa: T201
     for line in left:
         print(f"not taken over: {line}")  # noqa: T201
     print(f"weft launch --config {options.out} train.py")  # noqa: T201
@@ -156,8 +156,7 @@ def _imported(path: Path) -> tuple[dict[str, dict[str, Any]], list[str], list[st
         values = arguments_of(path.read_text(encoding="utf-8")) or yaml_of(path)
     if is_megatron(values):
         return from_megatron(values)
-    data, left = from_accelerate(values)
-    return data, [], left
+    return from_accelerate(values)
 
 
 def _given(words: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -8,9 +8,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import weft.cli
-from weft.interop.accelerate_script import translate
+from weft.testing import run_ranks
+from weft_migrate import translate
+from weft_migrate.translate import LIBRARIES
 
 SCRIPTS = pathlib.Path(__file__).with_name("accelerate_scripts")
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
@@ -180,7 +183,7 @@ def test_a_loop_that_is_not_understood_stays_and_is_listed(text):
         ("accelerator.save(x, 'f')", "if ctx.is_main:\n    torch.save(x, 'f')"),
         ("m = accelerator.unwrap_model(model, keep_fp32_wrapper=False)", "m = model"),
         ("f(save_function=accelerator.save)", "f(save_function=torch.save)"),
-        ("with accelerator.no_sync(model): pass", "with contextlib.nullcontext(): pass"),
+        ("with accelerator.no_sync(model): pass", "with weft.contract.no_sync(model, ctx): pass"),
         ("n = accelerator.gradient_accumulation_steps", "n = 4"),
         ("n = accelerator.state.num_processes", "n = ctx.world_size"),
         ("plain = accelerator.state.deepspeed_plugin is None", "plain = True"),
@@ -260,7 +263,8 @@ def main(args):
     loaders(accelerator, 4)
 """
     found = translate("from accelerate.test_utils.training import mocked_dataloaders\n" + source)
-    assert [each.what for each in found.findings if each.left] == ["loaders = mocked_dataloaders"]
+    assert found.left == 0 and "mocked_dataloaders" not in found.text
+    assert [each.what for each in found.findings] == ["loaders = mocked_dataloaders"]
     assert "def loaders(ctx: weft.DistContext, size: int = 16, *, mixed_precision):" in found.text
     assert 'return 8 if mixed_precision == "fp16" else None' in found.text
     assert '    steps = 1, args.precision or "no"\n' in found.text  # Accelerate reads None as "no"
@@ -348,6 +352,144 @@ model = accelerator.prepare(model)
     assert found.left == 0 and line in found.text and "accelerate" not in found.text
 
 
+_PLUGINS = """\
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin as Plugin
+from accelerate.utils import GradScalerKwargs
+accelerator = Accelerator({})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [
+        (
+            "deepspeed_plugin=DeepSpeedPlugin(zero_stage=2)",
+            ["model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=2)"],
+        ),
+        (
+            "deepspeed_plugin=DeepSpeedPlugin(zero_stage=1), mixed_precision='fp16'",
+            [
+                "model, ctx = weft.with_precision(model, ctx, 'fp16')",
+                "optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
+                "model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=1)",
+            ],
+        ),
+        (
+            "fsdp_plugin=FullyShardedDataParallelPlugin(min_num_params=10, reshard_after_forward=False)",
+            ["model, ctx = weft.fully_shard(model, ctx, units=10, reshard_after_forward=False, rebind=optimizer)"],
+        ),
+        (
+            "fsdp_plugin=Plugin(transformer_cls_names_to_wrap=['Linear'], activation_checkpointing=True)",
+            [
+                'model, ctx = weft.recompute(model, ctx, blocks="Linear")',
+                'model, ctx = weft.fully_shard(model, ctx, units="Linear", rebind=optimizer)',
+            ],
+        ),
+        (
+            "mixed_precision='fp16', kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)]",
+            ["scaling=weft.precision.LossScaling(init=1024.0)))"],
+        ),
+    ],
+)
+def test_a_plugin_with_literals_becomes_its_strategy_and_runs(settings, lines):
+    found = translate(_PLUGINS.replace("{}", settings))
+    assert found.left == 0 and "\n".join(lines) in found.text and "accelerate" not in found.text
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    names = {"torch": torch, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    names["loader"] = torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2)
+    exec(found.text, names)
+    for batch in names["loader"]:
+        names["model"](batch).sum().backward()
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+    names["ctx"].close()
+
+
+def test_what_a_plugin_says_that_is_no_literal_is_listed():
+    found = translate(_PLUGINS.replace("{}", "fsdp_plugin=FullyShardedDataParallelPlugin(min_num_params=size())"))
+    assert "weft.fully_shard(model, ctx, rebind=optimizer)" in found.text
+    hints = [each.hint for each in found.findings if "not taken over" in each.hint]
+    assert hints and all("size()" in hint for hint in hints)
+
+
+def test_a_loader_whose_batches_are_gathered_counts_every_row_once():
+    found = translate(
+        "import torch\nfrom accelerate import Accelerator\naccelerator = Accelerator()\n"
+        "loader = accelerator.prepare(loader)\nfor x in loader:\n"
+        "    seen += accelerator.gather_for_metrics(x).tolist()\n"
+    )
+    assert 'loader, ctx = weft.shard_data(loader, ctx, uneven="empty")' in found.text
+
+    def rows(ctx, text):
+        names = {"seen": [], "loader": torch.utils.data.DataLoader(range(5), batch_size=1)}
+        exec(text.replace("weft.start()", "given"), names | {"given": ctx}, names)
+        return names["seen"]
+
+    for seen in run_ranks(rows, 2, found.text):
+        assert sorted(seen) == [0, 1, 2, 3, 4]
+
+
+def test_a_profile_is_that_of_torch():
+    found = translate("""\
+from accelerate import Accelerator
+from accelerate.utils import ProfileKwargs
+handler = ProfileKwargs(activities=["cpu"], record_shapes=True)
+accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+with accelerator.profile() as profile:
+    torch.ones(8) * 2
+table = profile.key_averages().table()
+accelerator.end_training()
+""")
+    names = {"torch": torch}
+    exec(found.text, names)
+    assert found.left == 0 and "aten::mul" in names["table"]
+
+
+def test_comments_stay_where_a_statement_is_gone():
+    text, _ = _body("# one\naccelerator.unscale_gradients()\n# two\nx = 1\n")
+    assert text == "# one\n# two\nx = 1\n"
+
+
+def test_settings_of_a_configuration_file_are_those_of_the_script(tmp_path, capsys):
+    script, config = tmp_path / "train.py", tmp_path / "config.yaml"
+    script.write_text(
+        "from accelerate import Accelerator\naccelerator = Accelerator()\n"
+        "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
+        "for x in loader:\n    accelerator.backward(model(x))\n"
+    )
+    config.write_text(
+        "mixed_precision: bf16\ngradient_accumulation_steps: 2\ndistributed_type: FSDP\n"
+        "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: Block\n"
+    )
+    assert weft.cli.main(["migrate", "--config", str(config), str(script)]) == 0
+    out = capsys.readouterr().out
+    assert '+model, ctx = weft.with_precision(model, ctx, "bf16")' in out
+    assert '+model, ctx = weft.fully_shard(model, ctx, units="Block", rebind=optimizer)' in out
+    assert "+    (model(x) / 2).backward()" in out
+
+
+def test_hints_name_what_is_there():
+    for library in LIBRARIES:
+        templates = [each.text for each in (*library.methods.values(), *library.functions.values())]
+        hints = (*library.hints.values(), *library.remarks.values(), *library.settings.values(), *templates)
+        names = {name for hint in hints for name in re.findall(r"\b(weft(?:\.\w+)+)", hint)}
+        assert len(names) > 15
+        for name in names:
+            value = weft
+            for part in name.split(".")[1:]:
+                value = getattr(value, part)
+
+
+def test_the_command_without_libcst_says_what_to_install(tmp_path, capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("weft_migrate", "libcst")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    assert weft.cli.main(["migrate", str(tmp_path / "train.py")]) == 2
+    assert "pip install 'torchweft[migrate]'" in capsys.readouterr().err
+
+
 def test_options_of_wandb_are_passed_on():
     _, found = _body("accelerator.init_trackers('run', config, init_kwargs={'wandb': {'name': name}})\n")
     assert found.left == 1  # TensorBoard takes none
@@ -404,7 +546,8 @@ def test_the_command_says_what_it_cannot_translate(source, why, tmp_path, capsys
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "from_accelerate.md").read_text()
 ROWS = re.findall(r"^\| `(.+?)` \| (?:`(.+?)`|-) \| .*\|$", PAGE.partition("## Not translated")[0], re.MULTILINE)
-_HEAD = """from accelerate import Accelerator, DistributedType, notebook_launcher
+_HEAD = """from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, init_empty_weights, notebook_launcher
+from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast, DDPCommunicationHookType, DistributedDataParallelKwargs, gather_object, set_seed
 """
