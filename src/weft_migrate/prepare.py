@@ -6,24 +6,14 @@ import libcst as cst
 
 from weft_migrate.checkpoints import is_place_of_state, state_line
 from weft_migrate.draft import Draft, literal
-from weft_migrate.script import Expression, code, dotted, elements, given, inside
+from weft_migrate.script import Expression, code, dotted, elements, given, inside, named
 from weft_migrate.strategies import model_lines, strategy
 
 
 def construct(draft: Draft, call: cst.Call) -> str:
     """`Accelerator(...)` becomes `weft.start(...)`; its other settings are arguments of transforms."""
-    options, script = [], draft.script
-    arguments, calls = given(call), strategy(draft, call)
-    for name, value in arguments.keywords.items():
-        hint = script.library.settings.get(name, "not taken over")
-        plugin = name.endswith("_plugin") and not script.made(value)[0] and dotted(value) != "None"
-        if name == "cpu":
-            wish = code(value)
-            options += [] if wish == "False" else ['device="cpu"' + (f" if {wish} else None" if wish != "True" else "")]
-        elif name == "accelerator" and literal(value) in ("cpu", "cuda", "tpu"):
-            options += ['device="cpu"'] if literal(value) == "cpu" else []
-        elif hint or (plugin and name in _PLUGIN_HINTS):
-            draft.check(call, f"{name}: {hint or _PLUGIN_HINTS[name]}")
+    arguments, made = given(call), strategy(draft, call)
+    options = [each for name, value in arguments.keywords.items() if (each := _option(draft, call, name, value))]
     if arguments.spread:
         draft.check(call, "these arguments: not taken over")
     for name in ("split_batches", "dispatch_batches"):
@@ -31,16 +21,38 @@ def construct(draft: Draft, call: cst.Call) -> str:
         if setting is not None and literal(setting) not in (True, False, None):
             mode = name.partition("_")[0]
             draft.check(call, f'{name}: not a literal, so not taken over; weft.shard_data(loader, ctx, mode="{mode}")')
-    for handler in draft.handlers("InitProcessGroupKwargs"):
-        if set(handler.keywords) == {"timeout"}:
-            options.append(f"timeout_s=({code(handler.keywords['timeout'])}).total_seconds()")
-    for each in calls:
-        if each.startswith("weft.start("):
-            options.append(each.removeprefix("weft.start(").removesuffix(")"))
-            draft.imports |= {"torch"} if "torch." in each else set()
-    return f"weft.start({', '.join(options)})"
+    limits = [each.keywords for each in draft.handlers("InitProcessGroupKwargs") if set(each.keywords) == {"timeout"}]
+    options += [f"timeout_s=({code(each['timeout'])}).total_seconds()" for each in limits]
+    starts = [each.removeprefix("weft.start(").removesuffix(")") for each in made if each.startswith("weft.start(")]
+    draft.imports |= {"torch"} if "torch." in "".join(starts) else set()
+    return f"weft.start({', '.join([*options, *starts])})"
 
 
+def _option(draft: Draft, call: cst.Call, name: str, value: Expression) -> str:
+    """The argument of `weft.start` for a setting; a remark about those that mean something else."""
+    script = draft.script
+    hint = script.library.settings.get(name, "not taken over")
+    if name == "cpu" and code(value) != "False":
+        return 'device="cpu"' + (f" if {code(value)} else None" if code(value) != "True" else "")
+    if name == "accelerator":
+        return 'device="cpu"' if literal(value) == "cpu" else ""
+    if name in ("strategy", "precision") and not (isinstance(value, _LITERAL) or script.made(value)[0]):
+        draft.check(call, f"{name}: {code(value)} is no literal, so not taken over")
+    elif name in _PLUGIN_HINTS and not script.made(value)[0] and dotted(value) != "None":
+        draft.check(call, f"{name}: {_PLUGIN_HINTS[name]}")
+    elif hint and not (name == "loggers" and logger_folder(draft)):
+        draft.check(call, f"{name}: {hint}")
+    return ""
+
+
+def logger_folder(draft: Draft) -> str | None:
+    """Where the logger of Fabric writes, as text; None if it is not one for TensorBoard."""
+    kind, arguments = draft.script.made(draft.script.settings.get("loggers"))
+    folder = next(iter(arguments.args), arguments.keywords.get("root_dir"))
+    return code(folder) if kind == "TensorBoardLogger" and folder is not None else None
+
+
+_LITERAL = (cst.SimpleString, cst.Integer)
 _PLUGIN_HINTS = {
     "fsdp_plugin": "model, ctx = weft.fully_shard(model, ctx, units=[Block]) instead of weft.replicate",
     "deepspeed_plugin": "model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=2)",
@@ -54,16 +66,16 @@ def prepare(draft: Draft, node: cst.Assign, call: cst.Call) -> list[str] | None:
     [target] = node.targets if len(node.targets) == 1 else [node.targets[-1]]
     names, (args, keywords, spread) = elements(target.target), given(call)
     roles = script.roles(call)
-    is_plain = len(names) == len(roles) and not keywords and not spread and all(map(dotted, names))
+    is_plain = len(names) == len(roles) and not keywords and not spread and all(map(named, names))
     unknown = [code(each) for each, role in zip(args, roles, strict=True) if role is None]
     holder = call.func.value if isinstance(call.func, cst.Attribute) else call.func
     if unknown or not is_plain or not _has_context(draft, node, holder):
         what = f"what is {', '.join(unknown)}: model, optimizer, loader or scheduler? " if unknown else ""
-        draft.left(node, what + draft.hint("prepare"))
+        draft.left(node, what + draft.hint(script.method(call.func), draft.hint("prepare")))
         return None
     ctx = draft.context(holder)
-    found = {dotted(name): role or "" for name, role in zip(names, roles, strict=True)}
-    texts = {dotted(name): draft.text(each) for name, each in zip(names, args, strict=True)}
+    found = {named(name): role or "" for name, role in zip(names, roles, strict=True)}
+    texts = {named(name): draft.text(each) for name, each in zip(names, args, strict=True)}
     of = {kind: {name: texts[name] for name in texts if found[name] == kind} for kind in set(found.values())}
     lines = model_lines(draft, call, of.get("model", {}), of.get("optimizer", {}), ctx)
     lines += [_loader(draft, name, value, ctx) for name, value in of.get("loader", {}).items()]

@@ -56,6 +56,11 @@ def dotted(node: cst.CSTNode | None) -> str:
     return ""
 
 
+def named(node: cst.CSTNode) -> str:
+    """The text of a name, or of `models[i]`; empty for anything else."""
+    return code(node) if isinstance(node, cst.Subscript) and dotted(node.value) else dotted(node)
+
+
 def code(node: cst.CSTNode) -> str:
     """The text of a node."""
     return cst.Module([]).code_for_node(node)

@@ -9,7 +9,7 @@ import libcst as cst
 
 from weft_migrate.checkpoints import register
 from weft_migrate.draft import Draft, literal
-from weft_migrate.prepare import prepare
+from weft_migrate.prepare import logger_folder, prepare
 from weft_migrate.script import code, dotted, elements, given
 
 
@@ -26,6 +26,10 @@ def statement(draft: Draft, node: cst.Expr | cst.Assign, updated: cst.Expr | cst
         return prepare(draft, node, call)
     if name in STATEMENTS and isinstance(node, cst.Expr):
         return STATEMENTS[name](draft, node, call, cst.ensure_type(updated.value, cst.Call))
+    made = script.original(call.func) in script.library.classes and isinstance(node, cst.Assign)
+    if made and (folder := logger_folder(draft)):
+        draft.has_trackers, draft.trackers_in = True, script.scope(node)
+        return [code(updated), f"{draft.trackers} = [weft.monitoring.tensorboard({folder})]"]
     if name in ("free_memory", "clear") and isinstance(node, cst.Assign) and len(node.targets) == 1:
         draft.imports.add("gc")
         return [f"{' = '.join(map(code, elements(node.targets[0].target)))} = None", "gc.collect()"]
@@ -64,9 +68,9 @@ def _log(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> lis
 
 
 def _save(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
-    args = given(updated).args
+    args, keywords, _ = given(updated)
     if draft.script.library.name == "Fabric":  # the path comes first there
-        args = args[::-1]
+        args = [*args, *(keywords[each] for each in ("path", "state") if each in keywords)][::-1]
         if len(args) != 2 or not (isinstance(args[0], cst.Call) and code(args[0].func).endswith(".state_dict")):
             draft.left(node, draft.hint("save"))
             return None
@@ -95,11 +99,13 @@ def _unscale(draft: Draft, node: cst.Expr, call: cst.Call, _updated: cst.Call) -
     return []
 
 
-def _gone(draft: Draft, node: cst.Expr, call: cst.Call, _updated: cst.Call) -> list[str] | None:
-    if call.args:
-        draft.left(node, draft.hint(draft.script.method(call.func)))
-        return None
-    return []
+def _launch(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str]:
+    """`fabric.launch()` is the work of `weft launch`; `fabric.launch(main, 1)` also calls `main(fabric, 1)`."""
+    if not call.args:
+        return []
+    function, *rest = updated.args
+    arguments = [draft.context_of(call), *(code(each.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for each in rest)]
+    return [f"{code(function.value)}({', '.join(arguments)})"]
 
 
 def _start_trackers(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
@@ -163,6 +169,6 @@ STATEMENTS: Mapping[str, _Handler] = MappingProxyType(
         "save": _save,
         "save_model": _save_model,
         "unscale_gradients": _unscale,
-        "launch": _gone,
+        "launch": _launch,
     }
 )

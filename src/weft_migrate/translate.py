@@ -11,10 +11,11 @@ from typing_extensions import override
 
 from weft_migrate.draft import Draft, Finding
 from weft_migrate.libraries.accelerate import ACCELERATE
+from weft_migrate.libraries.fabric import FABRIC
 from weft_migrate.script import Script, dotted, find, is_part
 from weft_migrate.walk import Walk
 
-LIBRARIES = (ACCELERATE,)
+LIBRARIES = (ACCELERATE, FABRIC)
 
 
 class Translation(NamedTuple):

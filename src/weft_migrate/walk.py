@@ -366,7 +366,7 @@ def _backward(walk: Walk, node: cst.Call, updated: cst.Call) -> str:
         text = f"({text} * {walk.draft.window}.share)"
     elif steps is not None and code(steps) != "1":
         text = f"({text} / {code(steps)})"
-    options = ", ".join(f"{name}={code(value)}" for name, value in keywords.items())
+    options = ", ".join(f"{name}={code(value)}" for name, value in keywords.items() if name != "model")
     return f"{text}.backward({options})"
 
 
@@ -385,6 +385,20 @@ def _autocast(walk: Walk, node: cst.Call, updated: cst.Call) -> str | None:
     kind = _DTYPES.get(policy.removesuffix("-true"))
     draft.imports.add("torch" if kind else "contextlib")
     return f"torch.autocast({ctx}.device.type, {kind})" if kind else "contextlib.nullcontext()"
+
+
+def _clip_gradients(walk: Walk, node: cst.Call, updated: cst.Call) -> str | None:
+    args, keywords, _ = given(updated)
+    how = [name for name in ("clip_val", "max_norm") if name in keywords]
+    if not args or len(how) != 1:
+        walk.draft.left(node, walk.draft.hint("clip_gradients"))
+        return None
+    walk.draft.imports.add("torch")
+    function = {"clip_val": "clip_grad_value_", "max_norm": "clip_grad_norm_"}[how[0]]
+    more = "".join(
+        f", {name}={code(keywords[name])}" for name in ("norm_type", "error_if_nonfinite") if name in keywords
+    )
+    return f"torch.nn.utils.{function}({code(args[0])}.parameters(), {code(keywords[how[0]])}{more})"
 
 
 def _skip(walk: Walk, node: cst.Call, updated: cst.Call) -> str | None:
@@ -443,6 +457,7 @@ _CALLS: Mapping[str, Callable[[Walk, cst.Call, cst.Call], str | None]] = Mapping
     {
         "backward": _backward,
         "autocast": _autocast,
+        "clip_gradients": _clip_gradients,
         "save_state": _save_state,
         "load_state": _load_state,
         "skip_first_batches": _skip,

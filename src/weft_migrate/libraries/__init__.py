@@ -2,4 +2,5 @@
 
 rows.py        what a row says
 accelerate.py  of Accelerate
+fabric.py      of Lightning Fabric
 """
