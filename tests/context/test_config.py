@@ -142,7 +142,7 @@ def test_a_file_is_updated_in_place(tmp_path, capsys):
     words = ["config", "update", str(path), "launch.nproc=4", "start.seed=7", "launch.affinity=true"]
     assert weft.cli.main(words) == 0
     assert path.read_text() == (
-        "# our cluster\n[launch]\nnproc = 4\nmax_restarts = 3  # at night\naffinity = true\n\n[start]\nseed = 7\n"
+        "# our cluster\n[launch]\nnproc = 4  # per node\nmax_restarts = 3  # at night\naffinity = true\n\n[start]\nseed = 7\n"
     )
     assert capsys.readouterr().out.count("taken out") == 2
     assert weft.cli.main(["config", "update", str(path)]) == 0
@@ -153,6 +153,9 @@ def test_a_file_is_updated_in_place(tmp_path, capsys):
     path.write_text("[start]\ndata_axes = [\n  'replica',\n]\nseed = 1\n")
     assert weft.cli.main(["config", "update", str(path), "start.data_axes=shard"]) == 0
     assert read_config(path).start == {"data_axes": ["shard"], "seed": 1}
+    path.write_text("[launch]\nrdzv = 'a#b:1'   # c # 'd'\n")
+    assert weft.cli.main(["config", "update", str(path), "launch.rdzv=e:2"]) == 0
+    assert path.read_text() == "[launch]\nrdzv = \"e:2\"   # c # 'd'\n"
 
 
 def test_answers_are_asked_for_until_they_fit(capsys):

@@ -136,7 +136,7 @@ def updated(text: str, changes: Mapping[str, Mapping[str, Any]]) -> str:
             end()
             table = head[1]
         if key and key[1] in left.get(table, {}):
-            lines.append(f"{key[1]} = {_literal(left[table].pop(key[1]))}")
+            lines.append(f"{key[1]} = {_literal(left[table].pop(key[1]))}{_comment_of(line)}")
         elif (not head and not key) or (table in _TABLES and (head or (key and key[1] in _TABLES[table]))):
             lines.append(line)
     end()
@@ -146,6 +146,14 @@ def updated(text: str, changes: Mapping[str, Mapping[str, Any]]) -> str:
         lines += ["", f"[{table}]"]
         end()
     return "\n".join(lines).strip("\n") + "\n"
+
+
+def _comment_of(line: str) -> str:
+    """The comment behind the value in a line, with the spaces before it."""
+    for found in re.finditer(r"\s*#", line):
+        if _tables(f"[values]\n{line[: found.start()]}"):  # before it is a whole value, so it is in no string
+            return line[found.start() :]
+    return ""
 
 
 def _imported(path: Path) -> tuple[dict[str, dict[str, Any]], list[str], list[str]]:
