@@ -142,7 +142,8 @@ def test_a_file_is_updated_in_place(tmp_path, capsys):
     words = ["config", "update", str(path), "launch.nproc=4", "start.seed=7", "launch.affinity=true"]
     assert weft.cli.main(words) == 0
     assert path.read_text() == (
-        "# our cluster\n[launch]\nnproc = 4  # per node\nmax_restarts = 3  # at night\naffinity = true\n\n[start]\nseed = 7\n"
+        "# our cluster\n[launch]\nnproc = 4  # per node\nmax_restarts = 3  # at night\naffinity = true\n"
+        "\n[start]\nseed = 7\n"
     )
     assert capsys.readouterr().out.count("taken out") == 2
     assert weft.cli.main(["config", "update", str(path)]) == 0
