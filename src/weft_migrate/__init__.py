@@ -2,6 +2,7 @@
 
 translate.py    the whole script, and its imports
 walk.py         names, attributes, tests and calls, where they stand
+calls.py        calls of methods that take more than a row
 statements.py   calls that take a statement
 prepare.py      before the loop: the context, transforms, windows
 strategies.py   plugins, keywords and configuration files as strategies

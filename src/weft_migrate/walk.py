@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import libcst as cst
 from typing_extensions import override
 
-from weft_migrate.checkpoints import load_state, save_state
-from weft_migrate.draft import Draft, literal
+from weft_migrate.calls import CALLS
+from weft_migrate.draft import Draft
 from weft_migrate.libraries.rows import Template
 from weft_migrate.loops import is_after_backward, split_loop
 from weft_migrate.prepare import construct
 from weft_migrate.script import code, dotted, given, inside, is_part, targets
 from weft_migrate.statements import STATEMENTS, is_whole, statement
-from weft_migrate.strategies import precision, strategy
+from weft_migrate.strategies import strategy
 
 _DEFAULTS = MappingProxyType({"mixed_precision": '"no"', "gradient_accumulation_steps": "1"})
-_DTYPES = MappingProxyType({"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"})
 _KINDS = MappingProxyType({"FSDP": "weft.fully_shard(", "DEEPSPEED": "weft.zero_partition("})
 
 
@@ -216,8 +214,8 @@ class Walk(cst.CSTTransformer):
             return node
         name = method or imported or ""
         text: str | None = None
-        if name in _CALLS and (node.args or name in ("autocast", "profile")):
-            text = _CALLS[name](self, node, updated)
+        if name in CALLS and (node.args or name in ("autocast", "profile")):
+            text = CALLS[name](draft, node, updated)
             return node if text is None else cst.parse_expression(text)
         if imported in script.library.functions or method in script.library.methods:
             return self._from_template(node, updated, name)
@@ -355,114 +353,3 @@ def _joined(args: Any, more: list[cst.Arg]) -> list[cst.Arg]:
     if found and isinstance(found[-1].comma, cst.Comma) and not more:
         found[-1] = found[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
     return found
-
-
-def _backward(walk: Walk, node: cst.Call, updated: cst.Call) -> str:
-    args, keywords, _ = given(updated)
-    loss, steps = code(args[0]), walk.draft.setting("gradient_accumulation_steps")
-    simple = isinstance(args[0], (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
-    text = loss if simple else f"({loss})"
-    if walk.draft.loop_of(node):
-        text = f"({text} * {walk.draft.window}.share)"
-    elif steps is not None and code(steps) != "1":
-        text = f"({text} / {code(steps)})"
-    options = ", ".join(f"{name}={code(value)}" for name, value in keywords.items() if name != "model")
-    return f"{text}.backward({options})"
-
-
-def _autocast(walk: Walk, node: cst.Call, updated: cst.Call) -> str | None:
-    draft, ctx = walk.draft, walk.draft.context_of(node)
-    if node.args:
-        draft.left(node, draft.hint("autocast"))
-        return None
-    setting = draft.setting("mixed_precision")
-    if setting is not None and not isinstance(setting, cst.SimpleString) and dotted(setting) != "None":
-        draft.imports.add("torch")
-        wish = code(setting)
-        dtype = f'torch.float16 if {wish} == "fp16" else torch.bfloat16'
-        return f'torch.autocast({ctx}.device.type, {dtype}, enabled={wish} in ("fp16", "bf16"))'
-    policy = str(literal(cst.parse_expression(precision(draft)[0] or '""')) if setting is None else literal(setting))
-    kind = _DTYPES.get(policy.removesuffix("-true"))
-    draft.imports.add("torch" if kind else "contextlib")
-    return f"torch.autocast({ctx}.device.type, {kind})" if kind else "contextlib.nullcontext()"
-
-
-def _clip_gradients(walk: Walk, node: cst.Call, updated: cst.Call) -> str | None:
-    args, keywords, _ = given(updated)
-    how = [name for name in ("clip_val", "max_norm") if name in keywords]
-    if not args or len(how) != 1:
-        walk.draft.left(node, walk.draft.hint("clip_gradients"))
-        return None
-    walk.draft.imports.add("torch")
-    function = {"clip_val": "clip_grad_value_", "max_norm": "clip_grad_norm_"}[how[0]]
-    more = "".join(
-        f", {name}={code(keywords[name])}" for name in ("norm_type", "error_if_nonfinite") if name in keywords
-    )
-    return f"torch.nn.utils.{function}({code(args[0])}.parameters(), {code(keywords[how[0]])}{more})"
-
-
-def _skip(walk: Walk, node: cst.Call, updated: cst.Call) -> str | None:
-    draft = walk.draft
-    if len(node.args) == 2 and draft.has_state and any(walk.script.calls("load_state")):
-        draft.check(node, "not needed: the restored loader continues where it was")
-        return code(updated.args[0].value)
-    draft.left(node, draft.hint("skip_first_batches"))
-    return None
-
-
-def _set_seed(walk: Walk, node: cst.Call, updated: cst.Call) -> str:
-    script = walk.script
-    made = [call for call in script.constructors if script.scope(call) is script.scope(node)]
-    inside_of = script.method(node.func) or any(script.line(call) < script.line(node) for call in made)
-    ctx = walk.draft.ctx if inside_of else "weft.local()"
-    ranks = ', ranks="distinct"' if "device_specific" in given(node).keywords else ""
-    return f"weft.rng.set_seed({code(updated.args[0].value)}, {ctx}{ranks})"
-
-
-def _profile(walk: Walk, node: cst.Call, updated: cst.Call) -> str | None:
-    """The profiler of torch, with what `ProfileKwargs` says."""
-    draft = walk.draft
-    if node.args:
-        draft.left(node, draft.hint("profile"))
-        return None
-    options = []
-    for name, value in (pair for each in draft.handlers("ProfileKwargs") for pair in each.keywords.items()):
-        text = draft.text(value)
-        if name == "output_trace_dir":
-            written = f'torch.profiler.tensorboard_trace_handler({text}, f"rank{{{draft.context_of(node)}.rank}}")'
-            options.append(
-                f"on_trace_ready={written}" + ("" if literal(value) and '"' in text else f" if {text} else None")
-            )
-        elif name == "schedule_option":
-            options.append(f"schedule=torch.profiler.schedule(**{text})")
-        elif name == "activities":
-            kinds = [f"torch.profiler.ProfilerActivity.{str(each).upper()}" for each in literal(value) or []]
-            options += [f"activities=[{', '.join(kinds)}]"] if isinstance(literal(value), list) else []
-        else:
-            options.append(f"{name}={text}")
-    draft.imports.add("torch")
-    draft.check(node, "weft.monitoring.profile(ctx, folder) writes a trace per rank, which `weft report` reads")
-    return f"torch.profiler.profile({', '.join(options)})"
-
-
-def _save_state(walk: Walk, node: cst.Call, updated: cst.Call) -> str | None:
-    return save_state(walk.draft, node, updated)
-
-
-def _load_state(walk: Walk, node: cst.Call, updated: cst.Call) -> str | None:
-    return load_state(walk.draft, node, updated)
-
-
-_CALLS: Mapping[str, Callable[[Walk, cst.Call, cst.Call], str | None]] = MappingProxyType(
-    {
-        "backward": _backward,
-        "autocast": _autocast,
-        "clip_gradients": _clip_gradients,
-        "save_state": _save_state,
-        "load_state": _load_state,
-        "skip_first_batches": _skip,
-        "set_seed": _set_seed,
-        "profile": _profile,
-        "seed_everything": _set_seed,
-    }
-)

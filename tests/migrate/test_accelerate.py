@@ -445,6 +445,26 @@ accelerator.end_training()
     names = {"torch": torch}
     exec(found.text, names)
     assert found.left == 0 and "aten::mul" in names["table"]
+    text = found.text.replace("\n", " ")
+    assert "torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("schedule_option={'wait': 1, 'warmup': 1, 'active': 2}", "schedule=torch.profiler.schedule(**{'wait': 1,"),
+        ("output_trace_dir='runs'", "tensorboard_trace_handler('runs', f\"rank{ctx.rank}\")) as"),
+        ("output_trace_dir=args.out", 'tensorboard_trace_handler(args.out, f"rank{ctx.rank}") if args.out else None'),
+    ],
+)
+def test_an_option_of_a_profile(option, text):
+    found = translate(
+        "from accelerate import Accelerator\nfrom accelerate.utils import ProfileKwargs\n"
+        f"accelerator = Accelerator(kwargs_handlers=[ProfileKwargs({option})])\n"
+        "with accelerator.profile() as profile:\n    pass\n"
+    )
+    assert found.left == 0 and text in found.text
+    compile(found.text, "train.py", "exec")
 
 
 def test_comments_stay_where_a_statement_is_gone():
