@@ -127,7 +127,7 @@ class Draft:
         for setting, holder, inner in _HOLDERS:
             if found is None and setting == name:
                 found = self.script.made(self.script.settings.get(holder))[1].keywords.get(inner)
-        configured = self.config.get(name)
+        configured = self.config.get(name, dict(self.config.get("deepspeed_config") or {}).get(name))
         if found is None and isinstance(configured, (str, int)):
             found = cst.parse_expression(f'"{configured}"' if isinstance(configured, str) else f"{configured}")
         return found

@@ -12,7 +12,7 @@ from weft_migrate.strategies import model_lines, strategy
 
 def construct(draft: Draft, call: cst.Call) -> str:
     """`Accelerator(...)` becomes `weft.start(...)`; its other settings are arguments of transforms."""
-    arguments, made = given(call), strategy(draft, call)
+    arguments, made = given(call), strategy(draft)
     options = [each for name, value in arguments.keywords.items() if (each := _option(draft, call, name, value))]
     if arguments.spread:
         draft.check(call, "these arguments: not taken over")

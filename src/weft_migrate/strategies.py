@@ -29,6 +29,10 @@ _FILE_NAMES = MappingProxyType(
 _SCALING = MappingProxyType(
     {"init_scale": "init", "growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "growth_every"}
 )
+_OF_MODELS = frozenset(
+    {"start", "recompute", "tensor_parallel", "context_parallel", "expert_parallel"}
+    | {"replicate", "fully_shard", "zero_partition", "compile"}
+)
 _PLUGINS = MappingProxyType(
     {
         "fsdp_plugin": ("FullyShardedDataParallelPlugin", "fsdp_config"),
@@ -42,12 +46,12 @@ _NO_MEANING = frozenset(
 )
 
 
-def strategy(draft: Draft, node: cst.CSTNode) -> list[str]:
+def strategy(draft: Draft, node: cst.CSTNode | None = None) -> list[str]:
     """The calls for models, from `recompute` to `compile`; empty for plain `replicate`.
 
     Args:
         draft: The translation.
-        node: Where something is said about what is not taken over.
+        node: Where something is said about what is not taken over, if it is.
     """
     if draft.script.library.name == "Fabric":
         return _of_fabric(draft)
@@ -57,14 +61,16 @@ def strategy(draft: Draft, node: cst.CSTNode) -> list[str]:
         if name == kind:
             values[key] = {_FILE_NAMES.get(each, each): literal(value) for each, value in given.keywords.items()}
             unknown = [f"{each}={code(value)}" for each, value in given.keywords.items() if literal(value) is None]
-            if lost := [each for each in unknown if each.partition("=")[0] not in _NO_MEANING]:
+            lost = [each for each in unknown if each.partition("=")[0] not in _NO_MEANING]
+            if lost and node:
                 draft.check(node, f"{kind}: {', '.join(lost)} is not taken over")
     calls = calls_of({key: value for key, value in values.items() if key not in ("mixed_precision", "debug")})
-    clips = [call for call in calls if "clip_grads" in call]
-    if clips:
-        draft.check(node, f"before optimizer.step(): {clips[0]}")
-    outside = ("accumulate_grads", "clip_grads", "skip_nonfinite", "with_precision")
-    return [call for call in calls if not any(f"weft.{name}(" in call for name in outside)]
+    chosen = [call for call in calls if call.partition("(")[0].removeprefix("weft.") in _OF_MODELS]
+    for call in calls:
+        said = call in chosen or "accumulate_grads" in call or "skip_nonfinite" in call
+        if node and not said:
+            draft.check(node, f"to add: {call}")
+    return [call.partition("  #")[0] for call in chosen]
 
 
 def _of_fabric(draft: Draft) -> list[str]:

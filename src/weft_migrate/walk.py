@@ -187,7 +187,7 @@ class Walk(cst.CSTTransformer):
         texts = {"XLA": f'{ctx}.device.type == "xla"', "TPU": f'{ctx}.device.type == "xla"'}
         texts["NO"] = f"{ctx}.world_size == 1"
         if script.are_known and kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-            found = any(_KINDS.get(kind, "?") in call for call in strategy(self.draft, original_node))
+            found = any(_KINDS.get(kind, "?") in call for call in strategy(self.draft))
             texts[kind] = str(found)
         equal = isinstance(first.operator, (cst.Equal, cst.Is))
         if kind not in texts or others or not (equal or isinstance(first.operator, (cst.NotEqual, cst.IsNot))):

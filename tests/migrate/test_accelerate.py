@@ -1,6 +1,8 @@
 """`weft migrate`: programs of Accelerate, translated, print the same losses on one rank and on two."""
 
 import ast
+import contextlib
+import inspect
 import os
 import pathlib
 import re
@@ -490,6 +492,33 @@ def test_settings_of_a_configuration_file_are_those_of_the_script(tmp_path, caps
     assert "+    (model(x) / 2).backward()" in out
 
 
+def test_a_file_with_deepspeed_and_one_with_megatron():
+    source = (
+        "from accelerate import Accelerator\naccelerator = Accelerator()\n"
+        "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
+        "for x in loader:\n    with accelerator.accumulate(model):\n        accelerator.backward(model(x))\n"
+    )
+    deepspeed = {"zero_stage": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
+    found = translate(source, {"deepspeed_config": deepspeed, "dynamo_config": {"dynamo_backend": "EAGER"}})
+    assert [line for line in found.text.splitlines() if "weft." in line][1:] == [
+        "model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=2)",
+        "model, ctx = weft.compile(model, ctx, backend='eager')",
+        "loader, ctx = weft.shard_data(loader, ctx)",
+        "model, windows, ctx = weft.accumulate_grads(model, loader, ctx, steps=4)",
+    ]
+    hints = [each.hint for each in found.findings]
+    assert hints.count("to add: weft.clip_grads(model, ctx, max_norm=1.0)") == 1
+    megatron = {"megatron_lm_tp_degree": 2, "megatron_lm_pp_degree": 2, "megatron_lm_recompute_activations": True}
+    found = translate(source, {"megatron_lm_config": megatron})
+    assert [line for line in found.text.splitlines() if "weft." in line][:4] == [
+        "ctx = weft.start(mesh={'pipeline': 2, 'data': -1, 'tensor': 2})",
+        "model, ctx = weft.recompute(model, ctx)",
+        "model, ctx = weft.tensor_parallel(model, ctx)",
+        "model, ctx = weft.replicate(model, ctx)",
+    ]
+    assert any(each.hint.startswith("to add: weft.pipeline(") for each in found.findings)
+
+
 def test_hints_name_what_is_there():
     for library in LIBRARIES:
         templates = [each.text for each in (*library.methods.values(), *library.functions.values())]
@@ -500,6 +529,28 @@ def test_hints_name_what_is_there():
             value = weft
             for part in name.split(".")[1:]:
                 value = getattr(value, part)
+
+
+def _calls_in(hint):
+    """The calls of weft in a text."""
+    for found in re.finditer(r"weft(?:\.\w+)+\(", hint):
+        for end in (n + 1 for n, character in enumerate(hint) if character == ")" and n >= found.end() - 1):
+            with contextlib.suppress(SyntaxError):
+                yield ast.parse(hint[found.start() : end], mode="eval").body
+                break
+
+
+def test_calls_in_hints_have_arguments_that_exist():
+    calls = 0
+    for library in LIBRARIES:
+        for hint in (*library.hints.values(), *library.remarks.values(), *library.settings.values()):
+            for call in _calls_in(hint):
+                function = eval(ast.unparse(call.func), {"weft": weft})
+                arguments = [each for each in call.args if not isinstance(each, ast.Constant) or each.value is not ...]
+                if len(arguments) == len(call.args):
+                    inspect.signature(function).bind(*call.args, **{each.arg: each.value for each in call.keywords})
+                    calls += 1
+    assert calls > 30
 
 
 def test_the_command_without_libcst_says_what_to_install(tmp_path, capsys, monkeypatch):

@@ -90,7 +90,7 @@ _EMPTY: Sequence[object] = (None, "NO", "no", {}, [], False)
 
 
 def calls_of(values: Mapping[str, Any]) -> list[str]:
-    """The calls that a configuration means.
+    """The calls that a configuration means, in their order.
 
     Args:
         values: The content of a YAML file of Accelerate, or some keys of it.
@@ -115,7 +115,7 @@ def calls_of(values: Mapping[str, Any]) -> list[str]:
     several = values.get("distributed_type") in ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU")
     if several and not calls.keys() & {"replicate", "fully_shard", "zero_partition"}:
         calls["replicate"] = "weft.replicate(model, ctx)"
-    return list(calls.values())
+    return sorted(calls.values(), key=_place)
 
 
 def program(calls: Iterable[str]) -> list[str]:
@@ -125,8 +125,12 @@ def program(calls: Iterable[str]) -> list[str]:
         >>> program(["weft.fully_shard(model, ctx)", "weft.with_precision(model, ctx, 'bf16')"])
         ["model, ctx = weft.with_precision(model, ctx, 'bf16')", 'model, ctx = weft.fully_shard(model, ctx)']
     """
-    order = list(_ASSIGNED)
-    return [_ASSIGNED[_name_of(call)] + call for call in sorted(calls, key=lambda call: order.index(_name_of(call)))]
+    return [_ASSIGNED[_name_of(call)] + call for call in sorted(calls, key=_place)]
+
+
+def _place(call: str) -> int:
+    """Where a call stands among others."""
+    return list(_ASSIGNED).index(_name_of(call))
 
 
 def _name_of(call: str) -> str:
