@@ -21,27 +21,13 @@ _TAKEN = frozenset(
 )
 # The order in which calls stand in a program, and what each assigns.
 _ASSIGNED = MappingProxyType(
-    {
-        "start": "ctx = ",
-        "with_precision": "model, ctx = ",
-        "recompute": "model, ctx = ",
-        "tensor_parallel": "model, ctx = ",
-        "context_parallel": "model, ctx = ",
-        "expert_parallel": "model, ctx = ",
-        "pipeline": "model, ctx = ",
-        "replicate": "model, ctx = ",
-        "fully_shard": "model, ctx = ",
-        "AdamW": "optimizer = ",
-        "skip_nonfinite": "optimizer, ctx = ",
-        "zero_partition": "model, optimizer, ctx = ",
-        "compile": "model, ctx = ",
-        "DataLoader": "loader = ",
-        "shard_data": "loader, ctx = ",
-        "accumulate_grads": "model, windows, ctx = ",
-        "clip_grads": "",
-        "restore": "",
-        "save": "",
-    }
+    {"start": "ctx = "}
+    | dict.fromkeys(("with_precision", "recompute", "tensor_parallel", "context_parallel"), "model, ctx = ")
+    | dict.fromkeys(("expert_parallel", "pipeline", "replicate", "fully_shard"), "model, ctx = ")
+    | {"AdamW": "optimizer = ", "skip_nonfinite": "optimizer, ctx = "}
+    | {"zero_partition": "model, optimizer, ctx = ", "compile": "model, ctx = "}
+    | {"DataLoader": "loader = ", "shard_data": "loader, ctx = ", "accumulate_grads": "model, windows, ctx = "}
+    | dict.fromkeys(("clip_grads", "restore", "save"), "")
 )
 
 
