@@ -84,7 +84,6 @@ class Walk(cst.CSTTransformer):
             return draft.context(node)
         if node.attr.value == "no_sync" and draft.prepared.get(dotted(node.value)) == "model":
             draft.imports.add("functools")
-            draft.check(node, script.library.remarks["no_sync"])
             return f"functools.partial(weft.contract.no_sync, {dotted(node.value)}, {draft.ctx})"
         if script.method(node.value) == "state" and (text := self._state(node)):
             return text
@@ -140,7 +139,8 @@ class Walk(cst.CSTTransformer):
                 ctx=self.draft.context(cst.ensure_type(node.value, cst.Attribute).value)
             )
         plugins = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
-        known = script.are_known and name not in script.settings
+        configured = self.draft.config.get(name.replace("_plugin", "_config"))
+        known = script.are_known and name not in script.settings and not configured
         asked = not isinstance(script.parents[node], cst.Attribute)
         return "None" if name in plugins and known and asked else None
 

@@ -519,6 +519,22 @@ def test_a_file_with_deepspeed_and_one_with_megatron():
     assert any(each.hint.startswith("to add: weft.pipeline(") for each in found.findings)
 
 
+def test_a_test_for_a_plugin_knows_the_configuration_file():
+    source = (
+        "from accelerate import Accelerator\nfrom accelerate.utils import DistributedType\n"
+        "accelerator = Accelerator()\nplain = accelerator.state.fsdp_plugin is None\n"
+        "sharded = accelerator.distributed_type == DistributedType.FSDP\n"
+    )
+    assert "plain = True\nsharded = False\n" in translate(source).text
+    found = translate(source, {"fsdp_config": {"fsdp_version": 2}})
+    assert found.left == 1 and "sharded = True\n" in found.text
+
+
+def test_no_sync_of_a_model_that_is_chosen_at_run_time():
+    text, found = _body("hold = model.no_sync if last else contextlib.nullcontext\nwith hold():\n    pass\n")
+    assert "hold = functools.partial(weft.contract.no_sync, model, ctx) if last else" in text and found.left == 0
+
+
 def test_hints_name_what_is_there():
     for library in LIBRARIES:
         templates = [each.text for each in (*library.methods.values(), *library.functions.values())]
