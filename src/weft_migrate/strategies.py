@@ -43,6 +43,14 @@ _PLUGINS = MappingProxyType(
 _NO_MEANING = frozenset(
     {"state_dict_type", "state_dict_config", "optim_state_dict_config", "use_orig_params", "limit_all_gathers"}
     | {"backward_prefetch", "forward_prefetch", "sync_module_states", "cpu_ram_efficient_loading", "fsdp_version"}
+    | {"zero3_init_flag", "zero3_save_16bit_model", "process_group_backend", "timeout", "gradient_as_bucket_view"}
+)
+_POLICIES_OF_FABRIC = frozenset({"auto_wrap_policy", "activation_checkpointing_policy"})
+_TAKEN = frozenset(
+    {"sharding_strategy", "reshard_after_forward", "auto_wrap_policy", "min_num_params", "activation_checkpointing"}
+    | {"zero_stage", "stage", "offload_optimizer_device", "offload_param_device", "find_unused_parameters"}
+    | {"offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_accumulation_steps", "gradient_clipping"}
+    | _FILE_NAMES.keys()
 )
 
 
@@ -54,16 +62,13 @@ def strategy(draft: Draft, node: cst.CSTNode | None = None) -> list[str]:
         node: Where something is said about what is not taken over, if it is.
     """
     if draft.script.library.name == "Fabric":
-        return _of_fabric(draft)
+        return _of_fabric(draft, node)
     values = dict(draft.config)
     for setting, (kind, key) in _PLUGINS.items():
         name, given = draft.script.made(draft.script.settings.get(setting))
         if name == kind:
             values[key] = {_FILE_NAMES.get(each, each): literal(value) for each, value in given.keywords.items()}
-            unknown = [f"{each}={code(value)}" for each, value in given.keywords.items() if literal(value) is None]
-            lost = [each for each in unknown if each.partition("=")[0] not in _NO_MEANING]
-            if lost and node:
-                draft.check(node, f"{kind}: {', '.join(lost)} is not taken over")
+            _lost(draft, node, kind, given)
     calls = calls_of({key: value for key, value in values.items() if key not in ("mixed_precision", "debug")})
     chosen = [call for call in calls if call.partition("(")[0].removeprefix("weft.") in _OF_MODELS]
     for call in calls:
@@ -73,10 +78,21 @@ def strategy(draft: Draft, node: cst.CSTNode | None = None) -> list[str]:
     return [call.partition("  #")[0] for call in chosen]
 
 
-def _of_fabric(draft: Draft) -> list[str]:
+def _lost(draft: Draft, node: cst.CSTNode | None, kind: str, given: Given) -> None:
+    """List the arguments that are not taken over."""
+    policies = {name for name, value in given.keywords.items() if isinstance(value, (cst.Set, cst.Name))}
+    taken = {name for name, value in given.keywords.items() if name in _TAKEN and literal(value) is not None}
+    lost = given.keywords.keys() - _NO_MEANING - taken - (policies & _POLICIES_OF_FABRIC)
+    if lost and node:
+        texts = (f"{name}={code(given.keywords[name])}" for name in sorted(lost))
+        draft.check(node, f"{kind}: {', '.join(texts)} is not taken over")
+
+
+def _of_fabric(draft: Draft, node: cst.CSTNode | None) -> list[str]:
     """The calls for `strategy=` of Fabric."""
     given = draft.script.settings.get("strategy")
     kind, arguments = draft.script.made(given)
+    _lost(draft, node, kind, arguments)
     name = kind or str(literal(given) or "")
     stage = re.search(r"(?i)deepspeed.*?_(\d)", name)
     if stage or kind == "DeepSpeedStrategy":
@@ -94,7 +110,7 @@ def _fsdp_of_fabric(arguments: Given, *, offload: bool) -> list[str]:
     keywords, calls = arguments.keywords, []
     units = {
         name: ", ".join(map(code, elements(keywords[name])))
-        for name in ("auto_wrap_policy", "activation_checkpointing_policy")
+        for name in _POLICIES_OF_FABRIC
         if name in keywords and isinstance(keywords[name], (cst.Set, cst.Name))
     }
     units = {name: f"[{each}]" if "," in each else each for name, each in units.items()}

@@ -409,11 +409,12 @@ def test_a_plugin_with_literals_becomes_its_strategy_and_runs(settings, lines):
     names["ctx"].close()
 
 
-def test_what_a_plugin_says_that_is_no_literal_is_listed():
-    found = translate(_PLUGINS.replace("{}", "fsdp_plugin=FullyShardedDataParallelPlugin(min_num_params=size())"))
+def test_what_a_plugin_says_that_is_not_taken_over_is_listed():
+    found = translate(_PLUGINS.replace("{}", "fsdp_plugin=Plugin(min_num_params=size(), ignored_modules='head.*')"))
     assert "weft.fully_shard(model, ctx, rebind=optimizer)" in found.text
     hints = [each.hint for each in found.findings if "not taken over" in each.hint]
-    assert hints and all("size()" in hint for hint in hints)
+    text = "FullyShardedDataParallelPlugin: ignored_modules='head.*', min_num_params=size() is not taken over"
+    assert hints == [text]
 
 
 def test_a_loader_whose_batches_are_gathered_counts_every_row_once():

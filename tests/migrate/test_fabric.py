@@ -115,6 +115,17 @@ def test_what_is_not_known_stays_and_is_listed(line):
     assert text.endswith(line + "\n") and found.left == 1 and next(each.hint for each in found.findings if each.left)
 
 
+def test_what_a_strategy_says_that_is_not_taken_over_is_listed():
+    found = translate(
+        "from lightning.fabric import Fabric\nfrom lightning.fabric.strategies import FSDPStrategy\n"
+        "fabric = Fabric(strategy=FSDPStrategy(auto_wrap_policy=policy(), mixed_precision=p, cpu_offload=True))\n"
+        "model = fabric.setup(model)\n"
+    )
+    assert "model, ctx = weft.fully_shard(model, ctx, offload=True)" in found.text
+    [hint] = [each.hint for each in found.findings]
+    assert hint == "FSDPStrategy: auto_wrap_policy=policy(), mixed_precision=p is not taken over"
+
+
 def test_a_logger_becomes_a_tracker():
     found = translate("""\
 from lightning.fabric import Fabric

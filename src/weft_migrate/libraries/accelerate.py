@@ -35,7 +35,6 @@ _METHODS = {
         "contextlib",
     ),
     "no_sync": Template("weft.contract.no_sync({model}, {ctx})", {"model": None}),
-    "optimizer_step_was_skipped": Template("weft.was_skipped({ctx})"),
     "free_memory": Template("gc.collect()", {}, "gc"),
     "clear": Template("gc.collect()", {}, "gc"),
 }
