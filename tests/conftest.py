@@ -18,7 +18,7 @@ from weft.testing import run_ranks
 from weft.testing.ranks import RankPool
 
 # Programs of Accelerate, which is not always installed; they hold no doctests.
-collect_ignore_glob = ["interop/accelerate_scripts/*"]
+collect_ignore_glob = ["migrate/accelerate_scripts/*"]
 
 # This package and the tests are compiled once, and not by each of the many processes that the tests start.
 sys.dont_write_bytecode = False

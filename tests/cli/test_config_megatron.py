@@ -27,14 +27,16 @@ def test_a_script_becomes_a_file_and_calls_and_what_is_left_over_is_listed(tmp_p
         "start": {"mesh": {"pipeline": 4, "data": -1, "tensor": 2}},
     }
     assert capsys.readouterr().out.splitlines()[:-1] == [
-        "in the program: weft.with_precision(model, ctx, 'bf16')",
-        "in the program: weft.tensor_parallel(model, ctx, sequence=True)",
-        "in the program: weft.pipeline(model, ctx, micro_batches=512 // (2 * ctx.data_size))",
-        "in the program: weft.zero_partition(model, optimizer, ctx, stage=1)",
-        "in the program: torch.optim.AdamW(model.parameters(), lr=0.0003, betas=(0.9, 0.95))",
-        "in the program: DataLoader(dataset, batch_size=512 // ctx.data_size); weft.shard_data(loader, ctx)",
-        "in the program: weft.clip_grads(model, ctx, max_norm=1.0)",
-        "in the program: weft.restore(state, 'check points', ctx)",
+        "in the program:",
+        "model, ctx = weft.with_precision(model, ctx, 'bf16')",
+        "model, ctx = weft.tensor_parallel(model, ctx, sequence=True)",
+        "model, ctx = weft.pipeline(model, ctx, micro_batches=512 // (2 * ctx.data_size))",
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=0.0003, betas=(0.9, 0.95))",
+        "model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=1)",
+        "loader = DataLoader(dataset, batch_size=512 // ctx.data_size)",
+        "loader, ctx = weft.shard_data(loader, ctx)",
+        "weft.clip_grads(model, ctx, max_norm=1.0)",
+        "weft.restore(state, 'check points', ctx)",
         "not taken over: num_layers = 24",
     ]
 
@@ -72,7 +74,8 @@ def test_a_script_becomes_a_file_and_calls_and_what_is_left_over_is_listed(tmp_p
             {"data": -1},
             [
                 "weft.replicate(model, ctx)",
-                "DataLoader(dataset, batch_size=4); weft.shard_data(loader, ctx)",
+                "DataLoader(dataset, batch_size=4)",
+                "weft.shard_data(loader, ctx)",
                 "weft.accumulate_grads(model, loader, ctx, steps=64 // (4 * ctx.data_size))",
             ],
         ),
@@ -92,16 +95,16 @@ def test_every_argument_is_used_or_listed():
 
 def test_the_parallelism_of_accelerate_becomes_a_mesh_and_calls():
     values = {"parallelism_config_dp_shard_size": 2, "parallelism_config_tp_size": 4}
-    assert from_accelerate({"parallelism_config": values})[1][0].endswith(
+    assert "; ".join(from_accelerate({"parallelism_config": values})[1]) == (
         "weft.start(mesh={'shard': 2, 'tensor': 4}); weft.tensor_parallel(model, ctx); weft.fully_shard(model, ctx)"
     )
     values = {"dp_replicate_size": 2, "sp_size": 2}
-    assert from_accelerate({"parallelism_config": values})[1][0].endswith(
+    assert "; ".join(from_accelerate({"parallelism_config": values})[1]) == (
         "weft.start(mesh={'replica': 2, 'context': 2}); weft.context_parallel(model, ctx, method='heads'); "
         "weft.replicate(model, ctx)"
     )
     values = {"megatron_lm_tp_degree": 2, "megatron_lm_pp_degree": 1, "megatron_lm_sequence_parallelism": "true"}
-    assert from_accelerate({"megatron_lm_config": values})[1][0].endswith(
+    assert "; ".join(from_accelerate({"megatron_lm_config": values})[1]) == (
         "weft.start(mesh={'data': -1, 'tensor': 2}); weft.tensor_parallel(model, ctx, sequence=True); "
         "weft.replicate(model, ctx)"
     )

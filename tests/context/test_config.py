@@ -7,11 +7,12 @@ import sys
 import tomllib
 
 import pytest
+import torch
 
 import weft
 import weft.cli
 from weft.cli.config import answered, toml
-from weft.cli.foreign.accelerate import from_accelerate
+from weft.cli.foreign.accelerate import from_accelerate, program
 from weft.context.config import LAUNCH, checked, read_config
 from weft.context.settings import SETTINGS, resolve
 from weft.errors import ContextError
@@ -141,7 +142,8 @@ def test_a_file_is_updated_in_place(tmp_path, capsys):
     words = ["config", "update", str(path), "launch.nproc=4", "start.seed=7", "launch.affinity=true"]
     assert weft.cli.main(words) == 0
     assert path.read_text() == (
-        "# our cluster\n[launch]\nnproc = 4\nmax_restarts = 3  # at night\naffinity = true\n\n[start]\nseed = 7\n"
+        "# our cluster\n[launch]\nnproc = 4  # per node\nmax_restarts = 3  # at night\naffinity = true\n"
+        "\n[start]\nseed = 7\n"
     )
     assert capsys.readouterr().out.count("taken out") == 2
     assert weft.cli.main(["config", "update", str(path)]) == 0
@@ -152,6 +154,9 @@ def test_a_file_is_updated_in_place(tmp_path, capsys):
     path.write_text("[start]\ndata_axes = [\n  'replica',\n]\nseed = 1\n")
     assert weft.cli.main(["config", "update", str(path), "start.data_axes=shard"]) == 0
     assert read_config(path).start == {"data_axes": ["shard"], "seed": 1}
+    path.write_text("[launch]\nrdzv = 'a#b:1'   # c # 'd'\n")
+    assert weft.cli.main(["config", "update", str(path), "launch.rdzv=e:2"]) == 0
+    assert path.read_text() == "[launch]\nrdzv = \"e:2\"   # c # 'd'\n"
 
 
 def test_answers_are_asked_for_until_they_fit(capsys):
@@ -200,12 +205,15 @@ def test_a_file_of_accelerate_is_converted(tmp_path, capsys, monkeypatch):
     found = read_config(out)
     assert found.launch == {"nproc": 8, "nnodes": 2, "node_rank": 1, "rdzv": "10.0.0.1:29501"} and found.start == {}
     text = capsys.readouterr().out
-    assert "mixed_precision = bf16: in the program, weft.with_precision(model, ctx, 'bf16')" in text
-    blocks = 'weft.recompute(model, ctx, blocks="LlamaDecoderLayer")'
-    assert f'{blocks}; weft.fully_shard(model, ctx, units="LlamaDecoderLayer")' in text
+    assert text.splitlines()[:4] == [
+        "in the program:",
+        "model, ctx = weft.with_precision(model, ctx, 'bf16')",
+        'model, ctx = weft.recompute(model, ctx, blocks="LlamaDecoderLayer")',
+        'model, ctx = weft.fully_shard(model, ctx, units="LlamaDecoderLayer")',
+    ]
     assert "use_cpu" not in text and "machine_rank" not in text
     assert "[start]" not in out.read_text()
-    assert from_accelerate({"num_processes": 1, "use_cpu": True})[0]["start"] == {"device": "cpu"}
+    assert from_accelerate({"use_cpu": True, "debug": True})[0]["start"] == {"device": "cpu", "debug": True}
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert weft.cli.main(["config", "import", str(tmp_path / "default_config.yaml"), "--out", "x"]) == 2
     assert r"pip install 'torchweft[config]'" in capsys.readouterr().err
@@ -228,7 +236,7 @@ def test_a_file_of_accelerate_is_converted(tmp_path, capsys, monkeypatch):
         (
             "fsdp_config",
             {"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_min_num_params": 0},
-            'weft.start(mesh={"replica": -1, "shard": GPUS_PER_NODE}); weft.fully_shard(model, ctx)',
+            'weft.start(mesh={"replica": -1, "shard": torch.accelerator.device_count()}); weft.fully_shard(model, ctx)',
         ),
         ("fsdp_config", {"fsdp_sharding_strategy": "NO_SHARD"}, "weft.replicate(model, ctx)"),
         (
@@ -254,7 +262,47 @@ def test_a_file_of_accelerate_is_converted(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_tables_of_accelerate_become_the_calls_they_mean(key, values, lines):
-    assert from_accelerate({key: values})[1] == [f"{key} = {values}: in the program, {lines}"]
+    assert from_accelerate({key: values}) == ({"launch": {}, "start": {}}, lines.split("; "), [])
+
+
+def test_fp16_under_deepspeed_becomes_bf16_and_is_said():
+    values = {"mixed_precision": "fp16", "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu"}}
+    _, calls, left = from_accelerate(values)
+    assert "weft.with_precision(model, ctx, 'bf16')" in calls and "skip_nonfinite" not in str(calls)
+    assert left == ["mixed_precision = fp16: DeepSpeed cannot scale a loss that is not its own, so it is bf16 here"]
+
+
+def test_the_stage_is_that_of_the_file_of_deepspeed(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 3}}')
+    [call] = from_accelerate({"deepspeed_config": {"deepspeed_config_file": str(path)}})[1]
+    assert call == f'weft.zero_partition(model, optimizer, ctx, stage=3, engine="deepspeed", config={str(path)!r})'
+    assert from_accelerate({"deepspeed_config": {"zero_stage": 0}})[1] == ["weft.replicate(model, ctx)"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"mixed_precision": "bf16", "fsdp_config": {"fsdp_min_num_params": 10}, "gradient_accumulation_steps": 2},
+        {"mixed_precision": "fp16", "deepspeed_config": {"zero_stage": 2, "gradient_clipping": 1.0}},
+        {"fsdp_config": {"activation_checkpointing": True, "transformer_layer_cls_to_wrap": "Linear"}},
+        {"mixed_precision": "fp16", "distributed_type": "MULTI_GPU", "gradient_accumulation_steps": 2},
+        {"parallelism_config": {"dp_replicate_size": 1}, "debug": True},
+    ],
+)
+def test_the_lines_can_be_pasted(values):
+    lines = program(from_accelerate(values)[1])
+    assert lines
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    loader = torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2)
+    names = {"weft": weft, "torch": torch, "model": model, "ctx": weft.local(), "loader": loader}
+    for line in lines:
+        if "optimizer" in line and "optimizer" not in names:
+            names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+        if "clip_grads" in line:
+            names["model"](torch.randn(2, 4)).sum().backward()
+        exec(line, names)
+    assert len(names["ctx"].applied) == len([line for line in lines if "start" not in line and "clip" not in line])
 
 
 def test_explain_tells_every_value_and_its_source(tmp_path, capsys, monkeypatch):

@@ -75,6 +75,20 @@ def test_each_rank_writes_a_valid_trace_of_its_own(tmp_path, form):
         assert content["distributedInfo"]["rank"] == rank
 
 
+def test_the_profiler_of_torch_is_passed_on_after_each_trace(tmp_path):
+    tables = []
+
+    def look(profiler):
+        assert len(list(tmp_path.iterdir())) == 1
+        tables.append(profiler.key_averages().table())
+
+    with weft.monitoring.profile(weft.local(), tmp_path, on_trace_ready=look) as profile:
+        for _ in range(3):
+            torch.ones(8) * 2
+            profile.step()
+    assert len(tables) == len(profile.paths) == 1 and "aten::mul" in tables[0]
+
+
 @pytest.mark.parametrize(
     ("options", "found"), [({"active": 0}, "active = 0"), ({"wait": -1}, "wait = -1"), ({"form": "x"}, "form = 'x'")]
 )

@@ -15,7 +15,7 @@ import weft
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "weft"
-FILES = sorted([*SOURCE.rglob("*.py"), ROOT / "src" / "weft_command.py"])
+FILES = sorted((ROOT / "src").rglob("*.py"))
 TREES = {path.relative_to(ROOT / "src").as_posix(): ast.parse(path.read_text()) for path in FILES}
 
 
@@ -213,11 +213,12 @@ def test_the_layers_hold():
             r"deepspeed_partition -> weft\.transforms\.undo \(l\.\d+\)",
         ),
         ("testing/laws.py", "from weft.cli import main", r"laws -> weft\.cli \(l\.\d+\)"),
+        ("cli/migrate.py", "import weft_migrate", r"weft\.cli\.migrate -> weft_migrate \(l\.\d+\)"),
         ("cli/launch.py", "from weft.testing import fake", r"launch -> weft\.testing\.fake \(l\.\d+\)"),
     ],
 )
 def test_a_planted_import_is_rejected_with_file_and_line(tmp_path, file, line, text):
-    shutil.copytree(SOURCE, tmp_path / "src" / "weft", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     path = tmp_path / "src" / "weft" / file
     path.write_text(path.read_text() + f"\n{line}\n")
@@ -244,7 +245,7 @@ PACKAGES = [
 ]
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.relative_to(SOURCE).as_posix())
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.relative_to(ROOT / "src").as_posix())
 def test_the_docstring_of_a_package_lists_its_files(package):
     text = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
     listed = set(re.findall(r"^([a-z_0-9]+(?:\.py|/))  ?", text, re.MULTILINE))

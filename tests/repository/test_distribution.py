@@ -32,6 +32,12 @@ def test_the_package_needs_four_others():
     assert (project["name"], names) == ("torchweft", ["torch", "numpy", "safetensors", "typing-extensions"])
 
 
+def test_the_wheel_ships_all_that_is_in_src():
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    sources = {path for path in (ROOT / "src").iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert {ROOT / name for name in built["only-include"]} == sources
+
+
 def test_files_of_another_project_are_named_when_it_is_imported(tmp_path):
     shutil.copytree(ROOT / "src" / "weft", tmp_path / "weft", ignore=shutil.ignore_patterns("__pycache__"))
     other = tmp_path / "weft-1.4.dist-info"

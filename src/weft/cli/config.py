@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from weft.cli.foreign.accelerate import from_accelerate, yaml_of
+from weft.cli.foreign.accelerate import from_accelerate, program, yaml_of
 from weft.cli.foreign.megatron import arguments_of, from_megatron, is_megatron
 from weft.context.config import LAUNCH, Config, checked, read_config
 from weft.context.settings import SETTINGS
@@ -67,8 +67,8 @@ def run(options: argparse.Namespace) -> int:
             data = answered(data, input)
     options.out.write_text(toml(checked(data, str(options.out))), encoding="utf-8")
     read_config(options.out)
-    for line in calls:
-        print(f"in the program: {line}")  # noqa: T201
+    for line in ["in the program:", *program(calls)] if calls else []:
+        print(line)  # noqa: T201
     for line in left:
         print(f"not taken over: {line}")  # noqa: T201
     print(f"weft launch --config {options.out} train.py")  # noqa: T201
@@ -136,7 +136,7 @@ def updated(text: str, changes: Mapping[str, Mapping[str, Any]]) -> str:
             end()
             table = head[1]
         if key and key[1] in left.get(table, {}):
-            lines.append(f"{key[1]} = {_literal(left[table].pop(key[1]))}")
+            lines.append(f"{key[1]} = {_literal(left[table].pop(key[1]))}{_comment_of(line)}")
         elif (not head and not key) or (table in _TABLES and (head or (key and key[1] in _TABLES[table]))):
             lines.append(line)
     end()
@@ -148,6 +148,14 @@ def updated(text: str, changes: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines).strip("\n") + "\n"
 
 
+def _comment_of(line: str) -> str:
+    """The comment behind the value in a line, with the spaces before it."""
+    for found in re.finditer(r"\s*#", line):
+        if _tables(f"[values]\n{line[: found.start()]}"):  # before it is a whole value, so it is in no string
+            return line[found.start() :]
+    return ""
+
+
 def _imported(path: Path) -> tuple[dict[str, dict[str, Any]], list[str], list[str]]:
     """The tables, the calls, and what is left over, of a file of Accelerate or Megatron-LM."""
     if path.suffix in (".yaml", ".yml") or not path.exists():
@@ -156,8 +164,7 @@ def _imported(path: Path) -> tuple[dict[str, dict[str, Any]], list[str], list[st
         values = arguments_of(path.read_text(encoding="utf-8")) or yaml_of(path)
     if is_megatron(values):
         return from_megatron(values)
-    data, left = from_accelerate(values)
-    return data, [], left
+    return from_accelerate(values)
 
 
 def _given(words: Sequence[str]) -> dict[str, dict[str, Any]]:

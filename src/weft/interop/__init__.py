@@ -1,6 +1,5 @@
 """Where weft meets other libraries: what they wrote, and how they work under weft's context and contract.
 
-accelerate_script/       `translate`, behind `weft migrate`: programs of Accelerate
 deepspeed_checkpoint.py  `import_deepspeed`, which trusts what it reads
 deepspeed_partition.py   `zero_partition(engine="deepspeed")`: arguments checked, ranks agreed
 """

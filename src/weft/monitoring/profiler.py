@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -32,6 +32,7 @@ def profile(
     shapes: bool = False,
     stack: bool = False,
     flops: bool = False,
+    on_trace_ready: Callable[[torch.profiler.profile], object] | None = None,
 ) -> Profile:
     """Record what some steps of a loop spend their time on, in one trace per rank.
 
@@ -60,6 +61,8 @@ def profile(
         shapes: Record the shapes of inputs.
         stack: Record the lines of Python that an operation was called from. Costs much.
         flops: Estimate the floating-point operations of matrix products and convolutions.
+        on_trace_ready: Called with torch's own profiler after each trace is written, before its events are cleared:
+            `lambda profiler: print(profiler.key_averages().table())`.
 
     Returns:
         The context manager.
@@ -85,7 +88,7 @@ def profile(
     check_choice("profile", "form", form, forms, fix='weft.monitoring.profile(ctx, folder, form="tensorboard")')
     chosen = _activities(ctx) if activities is None else list(activities)
     recorded = {"profile_memory": memory, "record_shapes": shapes, "with_stack": stack, "with_flops": flops}
-    return Profile(Path(folder), ctx.rank, form, {"activities": chosen, **recorded}, schedule)
+    return Profile(Path(folder), ctx.rank, form, {"activities": chosen, **recorded}, schedule, on_trace_ready)
 
 
 class Profile:
@@ -96,8 +99,17 @@ class Profile:
         profiler: torch's own profiler, for its tables: `profiler.key_averages()`.
     """
 
-    def __init__(self, folder: Path, rank: int, form: str, options: dict[str, Any], schedule: dict[str, int]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        form: str,
+        options: dict[str, Any],
+        schedule: dict[str, int],
+        on_trace_ready: Callable[[torch.profiler.profile], object] | None,
+    ) -> None:
         self.paths: list[Path] = []
+        self._then = on_trace_ready
         self._folder, self._rank, self._form = folder, rank, form
         self._steps = 0
         self._begins = schedule["skip_first"], schedule["wait"] + schedule["warmup"]
@@ -132,6 +144,8 @@ class Profile:
         profiler.export_chrome_trace(str(beside))
         beside.replace(path)
         self.paths.append(path)
+        if self._then is not None:
+            self._then(profiler)
 
 
 def _activities(ctx: DistContext) -> list[ProfilerActivity]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,38 +12,38 @@ from weft.checks import import_extra
 from weft.cli.foreign.megatron import from_megatron
 from weft.errors import ContextError
 
-__all__ = ["from_accelerate", "yaml_of"]
+__all__ = ["calls_of", "from_accelerate", "program", "yaml_of"]
 
-# What is code in weft, and not configuration.
-_HINTS = MappingProxyType(
-    {
-        "mixed_precision": "weft.with_precision(model, ctx, {!r})",
-        "gradient_accumulation_steps": "weft.accumulate_grads(model, loader, ctx, steps={})",
-        "gradient_clipping": "weft.clip_grads(model, ctx, max_norm={})",
-        "distributed_type": "weft.replicate, weft.fully_shard or weft.zero_partition ({})",
-    }
-)
-_MEANINGLESS = frozenset(
-    {"compute_environment", "debug", "main_training_function", "use_cpu", "same_network", "rdzv_backend"}
-)
+_PRECISIONS = frozenset({"bf16", "fp16", "fp8"})
+_MEANINGLESS = frozenset({"compute_environment", "main_training_function", "use_cpu", "same_network", "rdzv_backend"})
 _TAKEN = frozenset(
-    {"num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "max_restarts"}
+    {"num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "max_restarts", "debug"}
+)
+# The order in which calls stand in a program, and what each assigns.
+_ASSIGNED = MappingProxyType(
+    {"start": "ctx = "}
+    | dict.fromkeys(("with_precision", "recompute", "tensor_parallel", "context_parallel"), "model, ctx = ")
+    | dict.fromkeys(("expert_parallel", "pipeline", "replicate", "fully_shard"), "model, ctx = ")
+    | {"AdamW": "optimizer = ", "skip_nonfinite": "optimizer, ctx = "}
+    | {"zero_partition": "model, optimizer, ctx = ", "compile": "model, ctx = "}
+    | {"DataLoader": "loader = ", "shard_data": "loader, ctx = ", "accumulate_grads": "model, windows, ctx = "}
+    | dict.fromkeys(("clip_grads", "restore", "save"), "")
 )
 
 
-def from_accelerate(values: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def from_accelerate(values: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str], list[str]]:
     """Take over what configuration of Accelerate means the same here.
 
     Args:
         values: The content of its YAML file.
 
     Returns:
-        The two tables; and a line for everything that is not taken over, with what to write instead.
+        The two tables; the calls in the program; and what is left.
 
     Example:
         >>> from_accelerate({"num_processes": 8, "num_machines": 2, "machine_rank": 0, "mixed_precision": "bf16"})
         ({'launch': {'nproc': 4, 'nnodes': 2, 'node_rank': 0}, 'start': {}}, \
-["mixed_precision = bf16: in the program, weft.with_precision(model, ctx, 'bf16')"])
+["weft.with_precision(model, ctx, 'bf16')"], [])
     """
     launch: dict[str, Any] = {}
     start: dict[str, Any] = {}
@@ -58,31 +58,77 @@ def from_accelerate(values: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]
         launch["rdzv"] = f"{values['main_process_ip']}:{values.get('main_process_port') or 29500}"
     if values.get("max_restarts") is not None:
         launch["max_restarts"] = values["max_restarts"]
-    if str(values.get("use_cpu")).lower() == "true":
+    if _is_true(values.get("use_cpu")):
         start["device"] = "cpu"
-    left = []
-    for key, value in values.items():
-        if key in _TAKEN | _MEANINGLESS or value in (None, "NO", "no", {}, []):
-            continue
-        line = _line(key, value)
-        left.append(f"{key} = {value}: " + (f"in the program, {line}" if line else "it has no meaning here"))
-    return {"launch": launch, "start": start}, left
+    if _is_true(values.get("debug")):
+        start["debug"] = True
+    known = (
+        _TAKEN | _MEANINGLESS | set(_TABLES) | {"mixed_precision", "gradient_accumulation_steps", "distributed_type"}
+    )
+    left = [f"{key} = {value}" for key, value in values.items() if key not in known and value not in _EMPTY]
+    calls = calls_of(values)
+    if 'engine="deepspeed"' in " ".join(calls) and values.get("mixed_precision") == "fp16":
+        left.append("mixed_precision = fp16: DeepSpeed cannot scale a loss that is not its own, so it is bf16 here")
+    return {"launch": launch, "start": start}, calls, left
 
 
-def _line(key: str, value: Any) -> str | None:
-    """What to write in the program for a key, if it has a meaning there."""
-    if key in _TABLES and isinstance(value, Mapping):
-        return _TABLES[key](value)
-    hint = _HINTS.get(key)
-    return None if hint is None else hint.format(value)
+_EMPTY: Sequence[object] = (None, "NO", "no", {}, [], False)
 
 
-def _fsdp(values: Mapping[str, Any]) -> str:
+def calls_of(values: Mapping[str, Any]) -> list[str]:
+    """The calls that a configuration means, in their order.
+
+    Args:
+        values: The content of a YAML file of Accelerate, or some keys of it.
+
+    Returns:
+        Calls on `model`, `optimizer`, `loader` and `ctx`; `program` makes lines of them.
+    """
+    calls: dict[str, str] = {}
+    for key, table in _TABLES.items():
+        given = values.get(key)
+        for call in table(given) if isinstance(given, Mapping) else ():
+            calls.setdefault(_name_of(call), call)
+    steps, precision = values.get("gradient_accumulation_steps"), values.get("mixed_precision")
+    if type(steps) is int and steps > 1:
+        calls["accumulate_grads"] = f"weft.accumulate_grads(model, loader, ctx, steps={steps})"
+    if precision in _PRECISIONS:
+        scaled = precision == "fp16" and "deepspeed" not in calls.get("zero_partition", "")
+        policy = "bf16" if precision == "fp16" and not scaled else precision
+        calls["with_precision"] = f"weft.with_precision(model, ctx, {policy!r})"
+        if scaled:
+            calls["skip_nonfinite"] = "weft.skip_nonfinite(optimizer, ctx)"
+    several = values.get("distributed_type") in ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU")
+    if several and not calls.keys() & {"replicate", "fully_shard", "zero_partition"}:
+        calls["replicate"] = "weft.replicate(model, ctx)"
+    return sorted(calls.values(), key=_place)
+
+
+def program(calls: Iterable[str]) -> list[str]:
+    """Lines of a program: calls in their order, each with what it returns.
+
+    Example:
+        >>> program(["weft.fully_shard(model, ctx)", "weft.with_precision(model, ctx, 'bf16')"])
+        ["model, ctx = weft.with_precision(model, ctx, 'bf16')", 'model, ctx = weft.fully_shard(model, ctx)']
+    """
+    return [_ASSIGNED[_name_of(call)] + call for call in sorted(calls, key=_place)]
+
+
+def _place(call: str) -> int:
+    """Where a call stands among others."""
+    return list(_ASSIGNED).index(_name_of(call))
+
+
+def _name_of(call: str) -> str:
+    return call.partition("(")[0].rpartition(".")[2]
+
+
+def _fsdp(values: Mapping[str, Any]) -> list[str]:
     """The calls for the configuration of FSDP, version 1 or 2."""
     found = {str(key).removeprefix("fsdp_"): value for key, value in values.items()}
     strategy = str(found.get("sharding_strategy", found.get("reshard_after_forward", "")))
     if strategy in ("NO_SHARD", "4"):
-        return "weft.replicate(model, ctx)"
+        return ["weft.replicate(model, ctx)"]
     options: list[str] = []
     policy = str(found.get("auto_wrap_policy") or "").upper()
     classes = found.get("transformer_layer_cls_to_wrap") or ()
@@ -98,40 +144,52 @@ def _fsdp(values: Mapping[str, Any]) -> str:
         options.append("offload=True")
     lines = [f"weft.fully_shard({', '.join(['model', 'ctx', *options])})"]
     if strategy.startswith("HYBRID"):
-        lines.insert(0, 'weft.start(mesh={"replica": -1, "shard": GPUS_PER_NODE})')
+        lines.insert(0, 'weft.start(mesh={"replica": -1, "shard": torch.accelerator.device_count()})')
     if _is_true(found.get("activation_checkpointing")):
-        blocks = options[0].partition("=")[2] if options and options[0].startswith("units=") else "..."
-        lines.insert(-1, f"weft.recompute(model, ctx, blocks={blocks})")
-    return "; ".join(lines)
+        blocks = [f", blocks={each.partition('=')[2]}" for each in options if each.startswith("units=")]
+        lines.insert(-1, f"weft.recompute(model, ctx{''.join(blocks)})")
+    return lines
 
 
-def _deepspeed(values: Mapping[str, Any]) -> str:
+def _deepspeed(values: Mapping[str, Any]) -> list[str]:
     """The calls for the configuration of DeepSpeed."""
-    if values.get("deepspeed_config_file"):
-        given = f'engine="deepspeed", config={str(values["deepspeed_config_file"])!r}'
+    file, stage = values.get("deepspeed_config_file"), values.get("zero_stage", 2)
+    if stage == 0:
+        return ["weft.replicate(model, ctx)"]
+    given = f"stage={stage}"
+    if file:
+        given = f'stage={_stage_in(Path(str(file)), stage)}, engine="deepspeed", config={str(file)!r}'
     else:
-        given = f"stage={values.get('zero_stage', '...')}"
         places = {str(values.get(f"offload_{what}_device") or "none") for what in ("optimizer", "param")} - {"none"}
         if places:
-            disk = values.get("offload_optimizer_nvme_path") or values.get("offload_param_nvme_path") or "..."
+            disk = values.get("offload_optimizer_nvme_path") or values.get("offload_param_nvme_path") or "/nvme"
             given += f', engine="deepspeed", offload={str(disk) if "nvme" in places else "cpu"!r}'
     lines = [f"weft.zero_partition(model, optimizer, ctx, {given})"]
     steps, norm = values.get("gradient_accumulation_steps"), values.get("gradient_clipping")
-    lines += [] if steps in (None, 1, "auto") else [_HINTS["gradient_accumulation_steps"].format(steps)]
-    lines += [] if norm in (None, "auto") else [_HINTS["gradient_clipping"].format(norm)]
-    return "; ".join(lines)
+    lines += [] if steps in (None, 1, "auto") else [f"weft.accumulate_grads(model, loader, ctx, steps={steps})"]
+    lines += [] if norm in (None, "auto") else [f"weft.clip_grads(model, ctx, max_norm={norm})"]
+    return lines
 
 
-def _dynamo(values: Mapping[str, Any]) -> str:
+def _stage_in(file: Path, otherwise: object) -> object:
+    """The stage in a configuration of DeepSpeed itself."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["zero_optimization"]["stage"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return otherwise
+
+
+def _dynamo(values: Mapping[str, Any]) -> list[str]:
     """The call for the configuration of torch.compile."""
     found = {str(key).removeprefix("dynamo_"): value for key, value in values.items()}
     options = [] if not found.get("backend") else [f"backend={str(found['backend']).lower()!r}"]
     options += [f"mode={found['mode']!r}"] if found.get("mode") not in (None, "default") else []
     options += [f"{name}=True" for name in ("fullgraph", "dynamic") if _is_true(found.get(f"use_{name}"))]
-    return f"weft.compile({', '.join(['model', 'ctx', *options])})"
+    off = str(found.get("backend", "no")).upper() == "NO"
+    return [] if off else [f"weft.compile({', '.join(['model', 'ctx', *options])})"]
 
 
-def _parallelism(values: Mapping[str, Any]) -> str:
+def _parallelism(values: Mapping[str, Any]) -> list[str]:
     """The mesh and the calls for the axes of a `ParallelismConfig`."""
     found = {str(key).removeprefix("parallelism_config_"): value for key, value in values.items()}
     axes = {"replica": "dp_replicate", "shard": "dp_shard", "context": "cp", "sequence": "sp", "tensor": "tp"}
@@ -142,7 +200,7 @@ def _parallelism(values: Mapping[str, Any]) -> str:
     lines += ["weft.tensor_parallel(model, ctx)"] if sizes["tensor"] > 1 else []
     method = "heads" if heads > 1 else "gather"
     lines += [f"weft.context_parallel(model, ctx, method={method!r})"] if sizes["context"] > 1 else []
-    return "; ".join([*lines, f"weft.{'fully_shard' if sizes['shard'] > 1 else 'replicate'}(model, ctx)"])
+    return [*lines, f"weft.{'fully_shard' if sizes['shard'] > 1 else 'replicate'}(model, ctx)"]
 
 
 _MEGATRON = MappingProxyType(
@@ -155,20 +213,19 @@ _MEGATRON = MappingProxyType(
 )
 
 
-def _megatron(values: Mapping[str, Any]) -> str:
+def _megatron(values: Mapping[str, Any]) -> list[str]:
     """The mesh and the calls for the configuration of Megatron-LM."""
     found = {str(key).removeprefix("megatron_lm_"): value for key, value in values.items()}
     given = {_MEGATRON.get(key, key): True if _is_true(value) else value for key, value in found.items()}
-    tables, calls, left = from_megatron(given)
-    unused = [f"not taken over: {', '.join(left)}"] if left else []
-    return "; ".join([f"weft.start(mesh={tables['start']['mesh']})", *calls, *unused])
+    tables, calls, _ = from_megatron(given)
+    return [f"weft.start(mesh={tables['start']['mesh']})", *calls]
 
 
 def _is_true(value: object) -> bool:
     return str(value).lower() in ("true", "1", "yes")
 
 
-_TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = MappingProxyType(
+_TABLES: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = MappingProxyType(
     {
         "fsdp_config": _fsdp,
         "deepspeed_config": _deepspeed,

@@ -166,7 +166,8 @@ def _step(given: _Arguments, *, pipeline: bool) -> Iterator[str]:
     micro, batch = given.take("micro_batch_size"), given.take("global_batch_size")
     if micro:
         size = f"{batch} // ctx.data_size" if pipeline and batch else f"{micro}"
-        yield f"DataLoader(dataset, batch_size={size}); weft.shard_data(loader, ctx)"
+        yield f"DataLoader(dataset, batch_size={size})"
+        yield "weft.shard_data(loader, ctx)"
     if micro and batch and not pipeline:
         yield f"weft.accumulate_grads(model, loader, ctx, steps={batch} // ({micro} * ctx.data_size))"
     if norm := given.take("clip_grad"):

@@ -1,6 +1,8 @@
 """`weft migrate`: programs of Accelerate, translated, print the same losses on one rank and on two."""
 
 import ast
+import contextlib
+import inspect
 import os
 import pathlib
 import re
@@ -8,9 +10,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import weft.cli
-from weft.interop.accelerate_script import translate
+from weft.testing import run_ranks
+from weft_migrate import translate
+from weft_migrate.translate import LIBRARIES
 
 SCRIPTS = pathlib.Path(__file__).with_name("accelerate_scripts")
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
@@ -180,7 +185,7 @@ def test_a_loop_that_is_not_understood_stays_and_is_listed(text):
         ("accelerator.save(x, 'f')", "if ctx.is_main:\n    torch.save(x, 'f')"),
         ("m = accelerator.unwrap_model(model, keep_fp32_wrapper=False)", "m = model"),
         ("f(save_function=accelerator.save)", "f(save_function=torch.save)"),
-        ("with accelerator.no_sync(model): pass", "with contextlib.nullcontext(): pass"),
+        ("with accelerator.no_sync(model): pass", "with weft.contract.no_sync(model, ctx): pass"),
         ("n = accelerator.gradient_accumulation_steps", "n = 4"),
         ("n = accelerator.state.num_processes", "n = ctx.world_size"),
         ("plain = accelerator.state.deepspeed_plugin is None", "plain = True"),
@@ -260,7 +265,8 @@ def main(args):
     loaders(accelerator, 4)
 """
     found = translate("from accelerate.test_utils.training import mocked_dataloaders\n" + source)
-    assert [each.what for each in found.findings if each.left] == ["loaders = mocked_dataloaders"]
+    assert found.left == 0 and "mocked_dataloaders" not in found.text
+    assert [each.what for each in found.findings] == ["loaders = mocked_dataloaders"]
     assert "def loaders(ctx: weft.DistContext, size: int = 16, *, mixed_precision):" in found.text
     assert 'return 8 if mixed_precision == "fp16" else None' in found.text
     assert '    steps = 1, args.precision or "no"\n' in found.text  # Accelerate reads None as "no"
@@ -348,6 +354,230 @@ model = accelerator.prepare(model)
     assert found.left == 0 and line in found.text and "accelerate" not in found.text
 
 
+_PLUGINS = """\
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin as Plugin
+from accelerate.utils import GradScalerKwargs
+accelerator = Accelerator({})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [
+        (
+            "deepspeed_plugin=DeepSpeedPlugin(zero_stage=2)",
+            ["model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=2)"],
+        ),
+        (
+            "deepspeed_plugin=DeepSpeedPlugin(zero_stage=1), mixed_precision='fp16'",
+            [
+                "model, ctx = weft.with_precision(model, ctx, 'fp16')",
+                "optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
+                "model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=1)",
+            ],
+        ),
+        (
+            "fsdp_plugin=FullyShardedDataParallelPlugin(min_num_params=10, reshard_after_forward=False)",
+            ["model, ctx = weft.fully_shard(model, ctx, units=10, reshard_after_forward=False, rebind=optimizer)"],
+        ),
+        (
+            "fsdp_plugin=Plugin(transformer_cls_names_to_wrap=['Linear'], activation_checkpointing=True)",
+            [
+                'model, ctx = weft.recompute(model, ctx, blocks="Linear")',
+                'model, ctx = weft.fully_shard(model, ctx, units="Linear", rebind=optimizer)',
+            ],
+        ),
+        (
+            "mixed_precision='fp16', kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)]",
+            ["scaling=weft.precision.LossScaling(init=1024.0)))"],
+        ),
+    ],
+)
+def test_a_plugin_with_literals_becomes_its_strategy_and_runs(settings, lines):
+    found = translate(_PLUGINS.replace("{}", settings))
+    assert found.left == 0 and "\n".join(lines) in found.text and "accelerate" not in found.text
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    names = {"torch": torch, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    names["loader"] = torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2)
+    exec(found.text, names)
+    for batch in names["loader"]:
+        names["model"](batch).sum().backward()
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+    names["ctx"].close()
+
+
+def test_what_a_plugin_says_that_is_not_taken_over_is_listed():
+    found = translate(_PLUGINS.replace("{}", "fsdp_plugin=Plugin(min_num_params=size(), ignored_modules='head.*')"))
+    assert "weft.fully_shard(model, ctx, rebind=optimizer)" in found.text
+    hints = [each.hint for each in found.findings if "not taken over" in each.hint]
+    text = "FullyShardedDataParallelPlugin: ignored_modules='head.*', min_num_params=size() is not taken over"
+    assert hints == [text]
+
+
+def test_a_loader_whose_batches_are_gathered_counts_every_row_once():
+    found = translate(
+        "import torch\nfrom accelerate import Accelerator\naccelerator = Accelerator()\n"
+        "loader = accelerator.prepare(loader)\nfor x in loader:\n"
+        "    seen += accelerator.gather_for_metrics(x).tolist()\n"
+    )
+    assert 'loader, ctx = weft.shard_data(loader, ctx, uneven="empty")' in found.text
+
+    def rows(ctx, text):
+        names = {"seen": [], "loader": torch.utils.data.DataLoader(range(5), batch_size=1)}
+        exec(text.replace("weft.start()", "given"), names | {"given": ctx}, names)
+        return names["seen"]
+
+    for seen in run_ranks(rows, 2, found.text):
+        assert sorted(seen) == [0, 1, 2, 3, 4]
+
+
+def test_a_profile_is_that_of_torch():
+    found = translate("""\
+from accelerate import Accelerator
+from accelerate.utils import ProfileKwargs
+handler = ProfileKwargs(activities=["cpu"], record_shapes=True)
+accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+with accelerator.profile() as profile:
+    torch.ones(8) * 2
+table = profile.key_averages().table()
+accelerator.end_training()
+""")
+    names = {"torch": torch}
+    exec(found.text, names)
+    assert found.left == 0 and "aten::mul" in names["table"]
+    text = found.text.replace("\n", " ")
+    assert "torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("schedule_option={'wait': 1, 'warmup': 1, 'active': 2}", "schedule=torch.profiler.schedule(**{'wait': 1,"),
+        ("output_trace_dir='runs'", "tensorboard_trace_handler('runs', f\"rank{ctx.rank}\")) as"),
+        ("output_trace_dir=args.out", 'tensorboard_trace_handler(args.out, f"rank{ctx.rank}") if args.out else None'),
+    ],
+)
+def test_an_option_of_a_profile(option, text):
+    found = translate(
+        "from accelerate import Accelerator\nfrom accelerate.utils import ProfileKwargs\n"
+        f"accelerator = Accelerator(kwargs_handlers=[ProfileKwargs({option})])\n"
+        "with accelerator.profile() as profile:\n    pass\n"
+    )
+    assert found.left == 0 and text in found.text
+    compile(found.text, "train.py", "exec")
+
+
+def test_comments_stay_where_a_statement_is_gone():
+    text, _ = _body("# one\naccelerator.unscale_gradients()\n# two\nx = 1\n")
+    assert text == "# one\n# two\nx = 1\n"
+
+
+def test_settings_of_a_configuration_file_are_those_of_the_script(tmp_path, capsys):
+    script, config = tmp_path / "train.py", tmp_path / "config.yaml"
+    script.write_text(
+        "from accelerate import Accelerator\naccelerator = Accelerator()\n"
+        "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
+        "for x in loader:\n    accelerator.backward(model(x))\n"
+    )
+    config.write_text(
+        "mixed_precision: bf16\ngradient_accumulation_steps: 2\ndistributed_type: FSDP\n"
+        "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: Block\n"
+    )
+    assert weft.cli.main(["migrate", "--config", str(config), str(script)]) == 0
+    out = capsys.readouterr().out
+    assert '+model, ctx = weft.with_precision(model, ctx, "bf16")' in out
+    assert '+model, ctx = weft.fully_shard(model, ctx, units="Block", rebind=optimizer)' in out
+    assert "+    (model(x) / 2).backward()" in out
+
+
+def test_a_file_with_deepspeed_and_one_with_megatron():
+    source = (
+        "from accelerate import Accelerator\naccelerator = Accelerator()\n"
+        "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
+        "for x in loader:\n    with accelerator.accumulate(model):\n        accelerator.backward(model(x))\n"
+    )
+    deepspeed = {"zero_stage": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
+    found = translate(source, {"deepspeed_config": deepspeed, "dynamo_config": {"dynamo_backend": "EAGER"}})
+    assert [line for line in found.text.splitlines() if "weft." in line][1:] == [
+        "model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=2)",
+        "model, ctx = weft.compile(model, ctx, backend='eager')",
+        "loader, ctx = weft.shard_data(loader, ctx)",
+        "model, windows, ctx = weft.accumulate_grads(model, loader, ctx, steps=4)",
+    ]
+    hints = [each.hint for each in found.findings]
+    assert hints.count("to add: weft.clip_grads(model, ctx, max_norm=1.0)") == 1
+    megatron = {"megatron_lm_tp_degree": 2, "megatron_lm_pp_degree": 2, "megatron_lm_recompute_activations": True}
+    found = translate(source, {"megatron_lm_config": megatron})
+    assert [line for line in found.text.splitlines() if "weft." in line][:4] == [
+        "ctx = weft.start(mesh={'pipeline': 2, 'data': -1, 'tensor': 2})",
+        "model, ctx = weft.recompute(model, ctx)",
+        "model, ctx = weft.tensor_parallel(model, ctx)",
+        "model, ctx = weft.replicate(model, ctx)",
+    ]
+    assert any(each.hint.startswith("to add: weft.pipeline(") for each in found.findings)
+
+
+def test_a_test_for_a_plugin_knows_the_configuration_file():
+    source = (
+        "from accelerate import Accelerator\nfrom accelerate.utils import DistributedType\n"
+        "accelerator = Accelerator()\nplain = accelerator.state.fsdp_plugin is None\n"
+        "sharded = accelerator.distributed_type == DistributedType.FSDP\n"
+    )
+    assert "plain = True\nsharded = False\n" in translate(source).text
+    found = translate(source, {"fsdp_config": {"fsdp_version": 2}})
+    assert found.left == 1 and "sharded = True\n" in found.text
+
+
+def test_no_sync_of_a_model_that_is_chosen_at_run_time():
+    text, found = _body("hold = model.no_sync if last else contextlib.nullcontext\nwith hold():\n    pass\n")
+    assert "hold = functools.partial(weft.contract.no_sync, model, ctx) if last else" in text and found.left == 0
+
+
+def test_hints_name_what_is_there():
+    for library in LIBRARIES:
+        templates = [each.text for each in (*library.methods.values(), *library.functions.values())]
+        hints = (*library.hints.values(), *library.remarks.values(), *library.settings.values(), *templates)
+        names = {name for hint in hints for name in re.findall(r"\b(weft(?:\.\w+)+)", hint)}
+        assert len(names) > 15
+        for name in names:
+            value = weft
+            for part in name.split(".")[1:]:
+                value = getattr(value, part)
+
+
+def _calls_in(hint):
+    """The calls of weft in a text."""
+    for found in re.finditer(r"weft(?:\.\w+)+\(", hint):
+        for end in (n + 1 for n, character in enumerate(hint) if character == ")" and n >= found.end() - 1):
+            with contextlib.suppress(SyntaxError):
+                yield ast.parse(hint[found.start() : end], mode="eval").body
+                break
+
+
+def test_calls_in_hints_have_arguments_that_exist():
+    calls = 0
+    for library in LIBRARIES:
+        for hint in (*library.hints.values(), *library.remarks.values(), *library.settings.values()):
+            for call in _calls_in(hint):
+                function = eval(ast.unparse(call.func), {"weft": weft})
+                arguments = [each for each in call.args if not isinstance(each, ast.Constant) or each.value is not ...]
+                if len(arguments) == len(call.args):
+                    inspect.signature(function).bind(*call.args, **{each.arg: each.value for each in call.keywords})
+                    calls += 1
+    assert calls > 30
+
+
+def test_the_command_without_libcst_says_what_to_install(tmp_path, capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("weft_migrate", "libcst")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    assert weft.cli.main(["migrate", str(tmp_path / "train.py")]) == 2
+    assert "pip install 'torchweft[migrate]'" in capsys.readouterr().err
+
+
 def test_options_of_wandb_are_passed_on():
     _, found = _body("accelerator.init_trackers('run', config, init_kwargs={'wandb': {'name': name}})\n")
     assert found.left == 1  # TensorBoard takes none
@@ -404,7 +634,8 @@ def test_the_command_says_what_it_cannot_translate(source, why, tmp_path, capsys
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "from_accelerate.md").read_text()
 ROWS = re.findall(r"^\| `(.+?)` \| (?:`(.+?)`|-) \| .*\|$", PAGE.partition("## Not translated")[0], re.MULTILINE)
-_HEAD = """from accelerate import Accelerator, DistributedType, notebook_launcher
+_HEAD = """from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, init_empty_weights, notebook_launcher
+from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast, DDPCommunicationHookType, DistributedDataParallelKwargs, gather_object, set_seed
 """

@@ -1,0 +1,115 @@
+"""Calls of methods that take more than a row: backward, autocast, clipping, seeds, profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import libcst as cst
+
+from weft_migrate.checkpoints import load_state, save_state
+from weft_migrate.draft import Draft, literal
+from weft_migrate.script import code, dotted, given
+from weft_migrate.strategies import precision
+
+_DTYPES = MappingProxyType({"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"})
+
+
+def _backward(draft: Draft, node: cst.Call, updated: cst.Call) -> str:
+    args, keywords, _ = given(updated)
+    loss, steps = code(args[0]), draft.setting("gradient_accumulation_steps")
+    simple = isinstance(args[0], (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
+    text = loss if simple else f"({loss})"
+    if draft.loop_of(node):
+        text = f"({text} * {draft.window}.share)"
+    elif steps is not None and code(steps) != "1":
+        text = f"({text} / {code(steps)})"
+    options = ", ".join(f"{name}={code(value)}" for name, value in keywords.items() if name != "model")
+    return f"{text}.backward({options})"
+
+
+def _autocast(draft: Draft, node: cst.Call, updated: cst.Call) -> str | None:
+    ctx = draft.context_of(node)
+    if node.args:
+        draft.left(node, draft.hint("autocast"))
+        return None
+    setting = draft.setting("mixed_precision")
+    if setting is not None and not isinstance(setting, cst.SimpleString) and dotted(setting) != "None":
+        draft.imports.add("torch")
+        wish = code(setting)
+        dtype = f'torch.float16 if {wish} == "fp16" else torch.bfloat16'
+        return f'torch.autocast({ctx}.device.type, {dtype}, enabled={wish} in ("fp16", "bf16"))'
+    policy = str(literal(cst.parse_expression(precision(draft)[0] or '""')) if setting is None else literal(setting))
+    kind = _DTYPES.get(policy.removesuffix("-true"))
+    draft.imports.add("torch" if kind else "contextlib")
+    return f"torch.autocast({ctx}.device.type, {kind})" if kind else "contextlib.nullcontext()"
+
+
+def _clip_gradients(draft: Draft, node: cst.Call, updated: cst.Call) -> str | None:
+    args, keywords, _ = given(updated)
+    how = [name for name in ("clip_val", "max_norm") if name in keywords]
+    if not args or len(how) != 1:
+        draft.left(node, draft.hint("clip_gradients"))
+        return None
+    draft.imports.add("torch")
+    function = {"clip_val": "clip_grad_value_", "max_norm": "clip_grad_norm_"}[how[0]]
+    more = "".join(
+        f", {name}={code(keywords[name])}" for name in ("norm_type", "error_if_nonfinite") if name in keywords
+    )
+    return f"torch.nn.utils.{function}({code(args[0])}.parameters(), {code(keywords[how[0]])}{more})"
+
+
+def _skip(draft: Draft, node: cst.Call, updated: cst.Call) -> str | None:
+    if len(node.args) == 2 and draft.has_state and any(draft.script.calls("load_state")):
+        draft.check(node, "not needed: the restored loader continues where it was")
+        return code(updated.args[0].value)
+    draft.left(node, draft.hint("skip_first_batches"))
+    return None
+
+
+def _set_seed(draft: Draft, node: cst.Call, updated: cst.Call) -> str:
+    script = draft.script
+    made = [call for call in script.constructors if script.scope(call) is script.scope(node)]
+    inside_of = script.method(node.func) or any(script.line(call) < script.line(node) for call in made)
+    ctx = draft.ctx if inside_of else "weft.local()"
+    ranks = ', ranks="distinct"' if "device_specific" in given(node).keywords else ""
+    return f"weft.rng.set_seed({code(updated.args[0].value)}, {ctx}{ranks})"
+
+
+def _profile(draft: Draft, node: cst.Call, updated: cst.Call) -> str | None:
+    """The profiler of torch, with what `ProfileKwargs` says."""
+    if node.args:
+        draft.left(node, draft.hint("profile"))
+        return None
+    options = []
+    for name, value in (pair for each in draft.handlers("ProfileKwargs") for pair in each.keywords.items()):
+        text = draft.text(value)
+        if name == "output_trace_dir":
+            written = f'torch.profiler.tensorboard_trace_handler({text}, f"rank{{{draft.context_of(node)}.rank}}")'
+            known = isinstance(value, cst.SimpleString)
+            options.append(f"on_trace_ready={written}" + ("" if known else f" if {text} else None"))
+        elif name == "schedule_option":
+            options.append(f"schedule=torch.profiler.schedule(**{text})")
+        elif name == "activities":
+            kinds = [f"torch.profiler.ProfilerActivity.{str(each).upper()}" for each in literal(value) or []]
+            options += [f"activities=[{', '.join(kinds)}]"] if isinstance(literal(value), list) else []
+        else:
+            options.append(f"{name}={text}")
+    draft.imports.add("torch")
+    draft.check(node, "weft.monitoring.profile(ctx, folder) writes a trace per rank, which `weft report` reads")
+    return f"torch.profiler.profile({', '.join(options)})"
+
+
+CALLS: Mapping[str, Callable[[Draft, cst.Call, cst.Call], str | None]] = MappingProxyType(
+    {
+        "backward": _backward,
+        "autocast": _autocast,
+        "clip_gradients": _clip_gradients,
+        "save_state": save_state,
+        "load_state": load_state,
+        "skip_first_batches": _skip,
+        "set_seed": _set_seed,
+        "profile": _profile,
+        "seed_everything": _set_seed,
+    }
+)

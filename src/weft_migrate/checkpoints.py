@@ -1,0 +1,85 @@
+"""`save_state`, `load_state` and what is registered for them: one state of `weft.checkpointable`."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from weft_migrate.draft import Draft
+from weft_migrate.script import Expression, code, dotted, given, inside, targets
+
+
+def is_place_of_state(draft: Draft, node: cst.CSTNode) -> bool:
+    """Whether a statement is the last that prepares or registers something, before states are saved or loaded."""
+    script = draft.script
+    if not any(script.calls("save_state", "load_state")):
+        return False
+    here = script.scope(node)
+    others = [*script.prepares(), *script.calls("register_for_checkpointing")]
+    lines = [script.line(each) for each in others if script.scope(each) is here]
+    branch = next((each for each in script.above(node) if isinstance(each, cst.If)), node)
+    last = max(lines, default=script.line(node))
+    return script.line(branch) <= last <= script.where[branch].end.line
+
+
+def state_line(draft: Draft, node: cst.CSTNode, ctx: str) -> str:
+    """`state, ctx = weft.checkpointable(...)` with all that was prepared and registered."""
+    objects = {}
+    for name, role in draft.prepared.items():
+        if role != "loader" or not any(word in name for word in ("eval", "val", "test")):
+            objects[name.rpartition(".")[2]] = draft.windows.get(name, name)
+    for call in draft.script.calls("register_for_checkpointing"):
+        objects |= {dotted(each).rpartition(".")[2]: dotted(each) for each in given(call).args if dotted(each)}
+    pairs = [f'"{key}": {value}' for key, value in objects.items()]
+    draft.has_state, draft.state_in = True, draft.script.scope(node)
+    arguments = f"{{{', '.join(pairs)}}}, {ctx}"
+    if len(pairs) > 2:
+        arguments = "\n    {\n" + "".join(f"        {pair},\n" for pair in pairs) + f"    }},\n    {ctx},\n"
+    return f"{draft.state}, {ctx} = weft.checkpointable({arguments})"
+
+
+def register(draft: Draft, node: cst.CSTNode, call: cst.Call) -> list[str] | None:
+    """What is registered belongs to the state, which is made by the last of these statements."""
+    args, keywords, spread = given(call)
+    if not all(map(dotted, args)) or keywords or spread:
+        draft.left(node, draft.hint("save_state"))
+        return None
+    ctx = draft.context_of(call)
+    return [state_line(draft, node, ctx)] if is_place_of_state(draft, node) and draft.prepared else []
+
+
+def save_state(draft: Draft, call: cst.Call, updated: cst.Call) -> str | None:
+    """`weft.save`: the step is that in the name of the folder, or that of the loop around."""
+    if not _reaches_state(draft, call) or len(call.args) != 1 or call.args[0].star or draft.guarded(call):
+        where = "every rank has to call it, so move it out of the `if`; " if draft.guarded(call) else ""
+        draft.left(call, where + draft.hint("save_state"))
+        return None
+    folder = call.args[0].value
+    values = [folder, *_assigned_before(draft, call, dotted(folder))]
+    parts = [[each for each in inside(value) if isinstance(each, cst.FormattedStringExpression)] for value in values]
+    names = [[dotted(each.expression) for each in found] for found in parts]
+    loops = [each.target for each in draft.script.above(call) if isinstance(each, cst.For)]
+    step = next((found[-1] for found in names if found), "")  # as in f"{folder}/step_{step}"
+    step = step or next((dotted(target) for target in loops if dotted(target)), "") or "0"
+    draft.check(call, f"{step} is the number of the checkpoint: it has to grow from save to save; one folder per run")
+    return f"weft.save({draft.state}, {code(updated.args[0].value)}, {step}, {draft.context_of(call)})"
+
+
+def _assigned_before(draft: Draft, node: cst.CSTNode, name: str) -> list[Expression]:
+    """What a variable was assigned before a call, the last one first."""
+    script = draft.script
+    found = [n for n in script.parents if isinstance(n, cst.Assign) and script.scope(n) is script.scope(node)]
+    found = [n for n in found if name and name in map(dotted, targets(n)) and script.line(n) < script.line(node)]
+    return [n.value for n in sorted(found, key=lambda n: -script.line(n))]
+
+
+def load_state(draft: Draft, call: cst.Call, updated: cst.Call) -> str | None:
+    """`weft.restore`, which also puts the loaders back in the middle of an epoch."""
+    if not _reaches_state(draft, call) or len(call.args) != 1 or call.args[0].star:
+        draft.left(call, draft.hint("load_state"))
+        return None
+    draft.check(call, "reads checkpoints of weft; loaders continue where they were, so skip nothing by hand")
+    return f"weft.restore({draft.state}, {code(updated.args[0].value)}, {draft.context_of(call)})"
+
+
+def _reaches_state(draft: Draft, call: cst.CSTNode) -> bool:
+    return draft.has_state and draft.state_in in (None, draft.script.scope(call))

@@ -1,0 +1,215 @@
+"""A translation in progress: what its parts share, and what is to be reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import libcst as cst
+
+from weft_migrate.script import Expression, Given, Loop, Script, code, dotted, elements, inside
+
+# Settings that stand in an object: which one, and their name there.
+_HOLDERS = (
+    ("gradient_accumulation_steps", "gradient_accumulation_plugin", "num_steps"),
+    ("gradient_accumulation_steps", "deepspeed_plugin", "gradient_accumulation_steps"),
+    ("split_batches", "dataloader_config", "split_batches"),
+    ("dispatch_batches", "dataloader_config", "dispatch_batches"),
+    ("even_batches", "dataloader_config", "even_batches"),
+    ("project_dir", "project_config", "project_dir"),
+)
+
+
+class Finding(NamedTuple):
+    """A line of the script that needs a look.
+
+    Attributes:
+        line: In the original.
+        what: The code it is about.
+        hint: What to write, or what is different.
+        left: Whether it was left as it is.
+    """
+
+    line: int
+    what: str
+    hint: str
+    left: bool
+
+
+@dataclass
+class Draft:
+    """What the parts of the translation share."""
+
+    script: Script
+    config: Mapping[str, Any]  # settings of a configuration file
+    ctx: str
+    state: str
+    trackers: str
+    window: str
+    findings: list[Finding] = field(default_factory=list)
+    imports: set[str] = field(default_factory=set)
+    windows: dict[str, str] = field(default_factory=dict)  # of loaders
+    looped: list[Loop] = field(default_factory=list)  # the loops that are translated
+    prepared: dict[str, str] = field(default_factory=dict)  # names and their roles
+    lengths: dict[str, str] = field(default_factory=dict)  # loaders, and the names of their lengths
+    parameters: dict[cst.CSTNode, dict[str, None]] = field(default_factory=dict)  # new ones, of functions
+    arguments: dict[cst.CSTNode, dict[str, str]] = field(default_factory=dict)  # and of their calls
+    state_in: cst.CSTNode | None = None  # the function in which `state` is
+    trackers_in: cst.CSTNode | None = None
+    has_state: bool = False
+    has_trackers: bool = False
+    kept: set[cst.CSTNode] = field(default_factory=set)  # what was left
+    became: dict[cst.CSTNode, list[cst.CSTNode]] = field(default_factory=dict)  # of statements
+    walk: cst.CSTTransformer | None = None
+
+    def left(self, node: cst.CSTNode, hint: str) -> None:
+        """Say that a piece of code was left alone."""
+        self.kept.add(node)
+        self._say(node, hint, left=True)
+
+    def check(self, node: cst.CSTNode, hint: str) -> None:
+        """Say something about a piece of code that was translated."""
+        self._say(node, hint, left=False)
+
+    def _say(self, node: cst.CSTNode, hint: str, *, left: bool) -> None:
+        what = " ".join(code(node).split())
+        found = Finding(self.script.line(node), what if len(what) <= 80 else what[:77] + "...", hint, left)
+        if found not in self.findings:
+            self.findings.append(found)
+
+    def text(self, node: cst.CSTNode) -> str:
+        """The text of a node, translated."""
+        return code(cst.ensure_type(node.visit(self.walk), cst.CSTNode)) if self.walk else code(node)
+
+    def results(
+        self, nodes: Sequence[cst.CSTNode], above: Sequence[cst.EmptyLine] = ()
+    ) -> tuple[list[Any], list[cst.EmptyLine]]:
+        """What statements became; comments above those that are gone go to the next one, or are returned."""
+        found: list[Any] = []
+        lines = list(above)
+        for node in nodes:
+            new = self.became[node]
+            if new and lines:
+                first: Any = new[0]
+                new = [first.with_changes(leading_lines=[*lines, *first.leading_lines]), *new[1:]]
+            lines = [] if new else [*lines, *getattr(node, "leading_lines", ())]
+            found += new
+        return found, lines
+
+    def hint(self, name: str | None, otherwise: str = "weft has no function of this name") -> str:
+        """What to write instead of something of the library."""
+        return self.script.library.hints.get(name or "", otherwise)
+
+    def context(self, holder: cst.CSTNode) -> str:
+        """The context in the place of an accelerator."""
+        before, dot, _ = dotted(holder).rpartition(".")
+        return f"{before}{dot}{self.ctx}"
+
+    def context_of(self, call: cst.Call) -> str:
+        """The context in the place of the accelerator that a method is called of."""
+        return self.context(cst.ensure_type(call.func, cst.Attribute).value)
+
+    def loop_of(self, node: cst.CSTNode) -> Loop | None:
+        """The translated loop around a node."""
+        around = set(self.script.above(node))
+        return next((loop for loop in reversed(self.looped) if loop.loop in around), None)
+
+    def guarded(self, node: cst.CSTNode) -> bool:
+        """Whether only some ranks come here."""
+        tests = [each.test for each in self.script.above(node) if isinstance(each, cst.If)]
+        kinds = ("is_main_process", "is_local_main_process", "is_last_process", "is_global_zero")
+        return any(self.script.has(test, *kinds) for test in tests)
+
+    def setting(self, name: str) -> Expression | None:
+        """An argument of the accelerator, of the object that holds it, or of the configuration file."""
+        found = self.script.settings.get(name)
+        for setting, holder, inner in _HOLDERS:
+            if found is None and setting == name:
+                found = self.script.made(self.script.settings.get(holder))[1].keywords.get(inner)
+        configured = self.config.get(name, dict(self.config.get("deepspeed_config") or {}).get(name))
+        if found is None and isinstance(configured, (str, int)):
+            found = cst.parse_expression(f'"{configured}"' if isinstance(configured, str) else f"{configured}")
+        return found
+
+    def is_set(self, name: str) -> bool:
+        """Whether a setting is the literal True."""
+        return dotted(self.setting(name)) == "True"
+
+    def handlers(self, kind: str) -> list[Given]:
+        """The arguments of the objects of one kind in `kwargs_handlers`."""
+        handlers = self.script.settings.get("kwargs_handlers")
+        found = [self.script.made(each) for each in elements(self.script.values.get(dotted(handlers), handlers))]
+        return [made for name, made in found if name == kind]
+
+    def setting_at(self, name: str, node: cst.CSTNode, default: str) -> str | None:
+        """The text of a setting where a node stands: its value, or a new parameter of the function around.
+
+        Args:
+            name: Of the setting.
+            node: Where it is read.
+            default: Its value if the script does not give it.
+
+        Returns:
+            None if it cannot be decided.
+        """
+        value = self.setting(name)
+        if value is None:
+            return default if self.script.are_known else None
+        if self._reaches(value, node):
+            text = _text(name, value)
+            binding = (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation)
+            bound = isinstance(self.script.parents[node], (*binding, cst.BooleanOperation, cst.Attribute))
+            return f"({text})" if " " in text and bound else text
+        around = [each for each in self.script.above(node) if isinstance(each, cst.FunctionDef)]
+        return name if around and self._add_parameter(around[-1], name, value) else None
+
+    def _reaches(self, value: Expression, node: cst.CSTNode) -> bool:
+        """Whether the names in an argument of the accelerator mean the same where a node stands."""
+        script = self.script
+        here = {None, script.scope(node), *script.above(node)}
+        names = {each for each in inside(value) if isinstance(each, cst.Name)} - set(script.late)
+        made = [each for each in (*script.constructors, *script.late) if value in inside(each)]
+        literal = all(each.value in ("True", "False", "None") for each in names)
+        return literal or any(script.scope(each) in here for each in made)
+
+    def _add_parameter(self, function: cst.FunctionDef, name: str, value: Expression) -> bool:
+        """Give a function a parameter by keyword, and every call of it the value; False if a call does not see it."""
+        script, has = self.script, function.params
+        uses = [n for n in script.parents if dotted(n).rpartition(".")[2] == function.name.value]
+        uses = [n for n in uses if n is not function.name and not isinstance(script.parents[n], cst.Attribute)]
+        uses = [use for use in uses if not self._becomes_foreign(use)]
+        calls = [script.parents[use] for use in uses]
+        taken = name in script.used and name not in self.parameters.get(function, {})
+        plain = has.params and not (has.star_kwarg or has.kwonly_params or taken)
+        if not plain or not isinstance(has.star_arg, cst.MaybeSentinel):
+            return False
+        for call, use in zip(calls, uses, strict=True):
+            if not (isinstance(call, cst.Call) and call.func is use and call.args and self._reaches(value, call)):
+                return False
+        self.parameters.setdefault(function, {})[name] = None
+        for call in calls:
+            self.arguments.setdefault(call, {})[name] = _text(name, value)
+        return True
+
+    def _becomes_foreign(self, use: cst.CSTNode) -> bool:
+        """Whether a function is replaced by one of the library there, as `get_dataloaders = mocked_dataloaders`."""
+        whole = self.script.parents.get(self.script.parents[use])
+        return isinstance(whole, cst.Assign) and dotted(whole.value) in self.script.imported
+
+
+def _text(name: str, value: Expression) -> str:
+    """The text of a setting; Accelerate reads None as the precision "no"."""
+    if name != "mixed_precision" or isinstance(value, cst.SimpleString):
+        return code(value)
+    return '"no"' if dotted(value) == "None" else f'{code(value)} or "no"'
+
+
+def literal(node: cst.CSTNode | None) -> Any:
+    """The value of a literal, or the last part of a name as `ShardingStrategy.FULL_SHARD`; else None."""
+    if isinstance(node, (cst.SimpleString, cst.Integer, cst.Float)):
+        return node.evaluated_value
+    if isinstance(node, (cst.List, cst.Tuple, cst.Set)):
+        return [literal(each) for each in elements(node)]
+    text = dotted(node)
+    return {"True": True, "False": False, "": None}.get(text, text.rpartition(".")[2])

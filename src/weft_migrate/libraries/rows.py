@@ -1,0 +1,62 @@
+"""The rows of a library: what its calls, attributes and settings are in weft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class Template(NamedTuple):
+    """A call in weft: `{name}` is the text of an argument; parameters without a default have to be there.
+
+    Attributes:
+        text: `{ctx}` is the context.
+        parameters: In the order of the library, with the text that stands for one that is not given.
+        needs: Module to import.
+    """
+
+    text: str
+    parameters: Mapping[str, str | None] = MappingProxyType({})
+    needs: str = ""
+
+
+class Library(NamedTuple):
+    """What is known of a library.
+
+    Attributes:
+        name: As people say it.
+        modules: Its packages: all that is imported from them belongs to it.
+        names: What else belongs to it, by full name.
+        variable: What a parameter is called that is its object.
+        classes: Of its object.
+        positional: Arguments of these classes by position.
+        prepares: Methods that prepare objects, and the roles of their arguments: "" for "by its name"; the last one is
+            that of all others.
+        methods: Rows for the methods of its object.
+        attributes: Texts for the attributes.
+        functions: Rows for functions.
+        settings: Keywords of its object and what to write; "" for what is taken over.
+        makers: Calls that make a setting, and are removed.
+        hints: What to write instead of what is left.
+        remarks: What is different about what was translated.
+    """
+
+    name: str
+    modules: Sequence[str]
+    names: frozenset[str]
+    variable: str
+    classes: frozenset[str]
+    positional: Sequence[str]
+    prepares: Mapping[str, Sequence[str]]
+    methods: Mapping[str, Template]
+    attributes: Mapping[str, str]
+    functions: Mapping[str, Template]
+    settings: Mapping[str, str]
+    makers: frozenset[str]
+    hints: Mapping[str, str]
+    remarks: Mapping[str, str]
+
+    def has(self, module: str, name: str = "") -> bool:
+        """Whether an import is from this library."""
+        return any(f"{module}.".startswith(f"{each}.") for each in self.modules) or f"{module}.{name}" in self.names

@@ -1,0 +1,144 @@
+"""`Accelerator(...)` and `prepare`: the context, a line per transform, windows, and the state."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from weft_migrate.checkpoints import is_place_of_state, state_line
+from weft_migrate.draft import Draft, literal
+from weft_migrate.script import Expression, code, dotted, elements, given, inside, named
+from weft_migrate.strategies import model_lines, strategy
+
+
+def construct(draft: Draft, call: cst.Call) -> str:
+    """`Accelerator(...)` becomes `weft.start(...)`; its other settings are arguments of transforms."""
+    arguments, made = given(call), strategy(draft)
+    options = [each for name, value in arguments.keywords.items() if (each := _option(draft, call, name, value))]
+    if arguments.spread:
+        draft.check(call, "these arguments: not taken over")
+    for name in ("split_batches", "dispatch_batches"):
+        setting = draft.setting(name)
+        if setting is not None and literal(setting) not in (True, False, None):
+            mode = name.partition("_")[0]
+            draft.check(call, f'{name}: not a literal, so not taken over; weft.shard_data(loader, ctx, mode="{mode}")')
+    limits = [each.keywords for each in draft.handlers("InitProcessGroupKwargs") if set(each.keywords) == {"timeout"}]
+    options += [f"timeout_s=({code(each['timeout'])}).total_seconds()" for each in limits]
+    starts = [each.removeprefix("weft.start(").removesuffix(")") for each in made if each.startswith("weft.start(")]
+    draft.imports |= {"torch"} if "torch." in "".join(starts) else set()
+    return f"weft.start({', '.join([*options, *starts])})"
+
+
+def _option(draft: Draft, call: cst.Call, name: str, value: Expression) -> str:
+    """The argument of `weft.start` for a setting; a remark about those that mean something else."""
+    script = draft.script
+    hint = script.library.settings.get(name, "not taken over")
+    if name == "cpu" and code(value) != "False":
+        return 'device="cpu"' + (f" if {code(value)} else None" if code(value) != "True" else "")
+    if name == "accelerator":
+        return 'device="cpu"' if literal(value) == "cpu" else ""
+    if name in ("strategy", "precision") and not (isinstance(value, _LITERAL) or script.made(value)[0]):
+        draft.check(call, f"{name}: {code(value)} is no literal, so not taken over")
+    elif name in _PLUGIN_HINTS and not script.made(value)[0] and dotted(value) != "None":
+        draft.check(call, f"{name}: {_PLUGIN_HINTS[name]}")
+    elif hint and not (name == "loggers" and logger_folder(draft)):
+        draft.check(call, f"{name}: {hint}")
+    return ""
+
+
+def logger_folder(draft: Draft) -> str | None:
+    """Where the logger of Fabric writes, as text; None if it is not one for TensorBoard."""
+    kind, arguments = draft.script.made(draft.script.settings.get("loggers"))
+    folder = next(iter(arguments.args), arguments.keywords.get("root_dir"))
+    return code(folder) if kind == "TensorBoardLogger" and folder is not None else None
+
+
+_LITERAL = (cst.SimpleString, cst.Integer)
+_PLUGIN_HINTS = {
+    "fsdp_plugin": "model, ctx = weft.fully_shard(model, ctx, units=[Block]) instead of weft.replicate",
+    "deepspeed_plugin": "model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=2)",
+    "megatron_lm_plugin": "weft.tensor_parallel, weft.pipeline; `weft config import` reads its settings",
+}
+
+
+def prepare(draft: Draft, node: cst.Assign, call: cst.Call) -> list[str] | None:
+    """Precision and strategy of models, the parts of loaders, then windows and the state; None if it is not known."""
+    script = draft.script
+    [target] = node.targets if len(node.targets) == 1 else [node.targets[-1]]
+    names, (args, keywords, spread) = elements(target.target), given(call)
+    roles = script.roles(call)
+    is_plain = len(names) == len(roles) and not keywords and not spread and all(map(named, names))
+    unknown = [code(each) for each, role in zip(args, roles, strict=True) if role is None]
+    holder = call.func.value if isinstance(call.func, cst.Attribute) else call.func
+    if unknown or not is_plain or not _has_context(draft, node, holder):
+        what = f"what is {', '.join(unknown)}: model, optimizer, loader or scheduler? " if unknown else ""
+        draft.left(node, what + draft.hint(script.method(call.func), draft.hint("prepare")))
+        return None
+    ctx = draft.context(holder)
+    found = {named(name): role or "" for name, role in zip(names, roles, strict=True)}
+    texts = {named(name): draft.text(each) for name, each in zip(names, args, strict=True)}
+    of = {kind: {name: texts[name] for name in texts if found[name] == kind} for kind in set(found.values())}
+    lines = model_lines(draft, call, of.get("model", {}), of.get("optimizer", {}), ctx)
+    lines += [_loader(draft, name, value, ctx) for name, value in of.get("loader", {}).items()]
+    lines += [f"{name} = {value}" for name, value in of.get("scheduler", {}).items() if name != value]
+    draft.prepared |= found
+    lines += _lengths(draft, node, list(of.get("loader", {})))
+    lines += _windows(draft, node, set(found), ctx)
+    if is_place_of_state(draft, node):
+        lines.append(state_line(draft, node, ctx))
+    return lines
+
+
+def _has_context(draft: Draft, node: cst.CSTNode, holder: Expression) -> bool:
+    """Whether the context may be assigned where a statement stands."""
+    script, owner = draft.script, draft.script.scope(node)
+    names = {each.name.value for each in inside(owner.params) if isinstance(each, cst.Param)} if owner else set()
+    for each in script.parents:
+        if isinstance(each, (cst.Global, cst.Nonlocal)) and script.scope(each) is owner:
+            names |= {item.name.value for item in each.names}
+    made_here = any(script.scope(each) is owner for each in script.constructors)
+    return made_here or "." in dotted(holder) or dotted(holder) in names
+
+
+def _loader(draft: Draft, name: str, text: str, ctx: str) -> str:
+    options = ', mode="dispatch"' if draft.is_set("dispatch_batches") else ""
+    options = ', mode="split"' if draft.is_set("split_batches") else options
+    if name in draft.script.evaluated:
+        options += ', uneven="empty"'
+    return f"{name}, {ctx} = weft.shard_data({text}, {ctx}{options})"
+
+
+def _lengths(draft: Draft, node: cst.CSTNode, loaders: list[str]) -> list[str]:
+    """Lengths that are asked for after `load_state`: a restored loader has those of the rest of its epoch."""
+    script, here = draft.script, draft.script.scope(node)
+    restores = [n for n in script.calls("load_state") if script.scope(n) is here]
+    calls = [n for n in script.parents if isinstance(n, cst.Call) and script.scope(n) is here and n.args]
+    later = {dotted(n.args[0].value) for n in calls if dotted(n.func) == "len" and script.line(n) > script.line(node)}
+    asked = [name for name in loaders if restores and name in later]
+    for name in asked:
+        draft.lengths[name] = script.fresh(f"len_{name.rpartition('.')[2]}")
+    return [f"{draft.lengths[name]} = len({name})" for name in asked]
+
+
+def _windows(draft: Draft, node: cst.CSTNode, found: set[str], ctx: str) -> list[str]:
+    """The lines for the loops over what was prepared last."""
+    lines: list[str] = []
+    script = draft.script
+    for loop in script.loops:
+        needs = {loop.loader, *loop.models}
+        if script.scope(loop.loop) is script.scope(node) and needs <= set(draft.prepared) and needs & found:
+            if loop.loader not in draft.windows:
+                wish = "windows" if not draft.windows else f"{loop.loader}_windows"
+                draft.windows[loop.loader] = script.fresh(wish)
+                script.used.add(draft.windows[loop.loader])
+            draft.looped += [loop] if loop not in draft.looped else []
+            models = ", ".join(loop.models)
+            models = f"({models})" if "," in models else models
+            steps = draft.setting("gradient_accumulation_steps")
+            windows = f"{models}, {draft.windows[loop.loader]}, {ctx}"
+            line = (
+                f"weft.accumulate_grads({models}, {loop.loader}, {ctx}, steps={'1' if steps is None else code(steps)})"
+            )
+            lines += [f"{windows} = {line}"] if f"{windows} = {line}" not in lines else []
+            item = loop.block.items[0].item
+            draft.check(item, "weights the micro-batches of a shorter window exactly, not by 1 / steps")
+    return lines

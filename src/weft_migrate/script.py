@@ -1,0 +1,321 @@
+"""What is what in a script: the accelerators and their settings, models, optimizers, schedulers, loaders and loops."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+import libcst as cst
+from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
+
+from weft_migrate.libraries.rows import Library
+
+Expression = cst.BaseExpression
+
+# By the name of a variable, or of the function it comes from; the first that fits.
+ROLES = MappingProxyType(
+    {
+        "scheduler": re.compile(r"sched|(^|_)lr$|LR$|warmup"),
+        "optimizer": re.compile(r"optim|^opt(_|\d|$)|Adam|SGD|RMSprop|Adagrad|LBFGS|Lion", re.IGNORECASE),
+        "loader": re.compile(r"loader|(^|_)dl(_|\d|$)", re.IGNORECASE),
+        "model": re.compile(
+            r"model|net|unet|vae|encoder|decoder|generator|discriminator|critic|actor|teacher|student|from_pretrained"
+            r"|adapter|resnet|transformer|bert|gpt|linear|sequential",
+            re.IGNORECASE,
+        ),
+    }
+)
+
+
+class Given(NamedTuple):
+    """The arguments of a call."""
+
+    args: list[Expression]
+    keywords: dict[str, Expression]
+    spread: list[Expression]
+
+
+class Loop(NamedTuple):
+    """A loop with `accumulate` in it."""
+
+    loop: cst.For
+    block: cst.With
+    models: tuple[str, ...]
+    loader: str
+
+
+def dotted(node: cst.CSTNode | None) -> str:
+    """The text of a name with its attributes; empty for anything else."""
+    if isinstance(node, cst.Name):
+        return node.value
+    if isinstance(node, cst.Attribute) and (before := dotted(node.value)):
+        return f"{before}.{node.attr.value}"
+    return ""
+
+
+def named(node: cst.CSTNode) -> str:
+    """The text of a name, or of `models[i]`; empty for anything else."""
+    return code(node) if isinstance(node, cst.Subscript) and dotted(node.value) else dotted(node)
+
+
+def code(node: cst.CSTNode) -> str:
+    """The text of a node."""
+    return cst.Module([]).code_for_node(node)
+
+
+def inside(*nodes: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Nodes and all that is in them."""
+    for node in nodes:
+        yield node
+        yield from inside(*node.children)
+
+
+def given(call: cst.CSTNode | None) -> Given:
+    """The arguments of a call; none of anything else."""
+    found = Given([], {}, [])
+    for each in call.args if isinstance(call, cst.Call) else ():
+        if each.star:
+            found.spread.append(each.value)
+        elif each.keyword:
+            found.keywords[each.keyword.value] = each.value
+        else:
+            found.args.append(each.value)
+    return found
+
+
+def is_part(name: cst.CSTNode, parent: cst.CSTNode) -> bool:
+    """Whether a name is that of an attribute, a keyword, an import or a function, and no variable."""
+    part = isinstance(parent, cst.Attribute) and parent.attr is name
+    part |= isinstance(parent, cst.Arg) and parent.keyword is name
+    return part or (isinstance(parent, (cst.FunctionDef, cst.ClassDef, cst.ImportAlias)) and parent.name is name)
+
+
+def targets(node: cst.Assign | cst.AnnAssign) -> list[Expression]:
+    """What an assignment assigns to."""
+    return [each.target for each in node.targets] if isinstance(node, cst.Assign) else [node.target]
+
+
+def elements(node: cst.CSTNode | None) -> list[Expression]:
+    """What is in a tuple, list or set; else the node itself."""
+    if isinstance(node, (cst.Tuple, cst.List, cst.Set)):
+        return [each.value for each in node.elements]
+    return [node] if isinstance(node, Expression) else []
+
+
+@dataclass
+class Script:
+    """What was found in a script, before anything is changed."""
+
+    library: Library
+    where: Mapping[cst.CSTNode, CodeRange]
+    parents: dict[cst.CSTNode, cst.CSTNode]  # of all nodes, in the order of the text
+    imported: dict[str, str] = field(default_factory=dict)  # local name -> name in the library
+    modules: set[str] = field(default_factory=set)  # local names of the package and its modules
+    holders: set[str] = field(default_factory=set)  # texts of the accelerators, as "accelerator" or "self.accelerator"
+    constructors: list[cst.Call] = field(default_factory=list)
+    settings: dict[str, Expression] = field(default_factory=dict)  # keywords of all constructors
+    are_known: bool = True  # whether these are all
+    late: set[cst.CSTNode] = field(default_factory=set)  # assignments that set them on an accelerator
+    values: dict[str, Expression] = field(default_factory=dict)  # what names were assigned, the last one
+    loops: list[Loop] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    optimizers: set[str] = field(default_factory=set)  # as given to `prepare`
+    evaluated: set[str] = field(default_factory=set)  # loaders whose batches are gathered
+
+    def line(self, node: cst.CSTNode) -> int:
+        """The first line of a node."""
+        return self.where[node].start.line
+
+    def fresh(self, name: str) -> str:
+        """A name that the script does not use."""
+        return next(each for each in (name, f"weft_{name}", f"the_{name}", f"{name}_") if each not in self.used)
+
+    def original(self, node: cst.CSTNode) -> str | None:
+        """The name in the library of a name that comes from there."""
+        text = dotted(node)
+        first, _, rest = text.partition(".")
+        if text in self.imported:
+            return self.imported[text]
+        return text.rpartition(".")[2] if first in self.modules and rest else None
+
+    def made(self, node: cst.CSTNode | None) -> tuple[str, Given]:
+        """The name in the library, and the arguments, of the call that a value or a variable comes from."""
+        call = self.values.get(dotted(node), node)
+        return (self.original(call.func) or "" if isinstance(call, cst.Call) else ""), given(call)
+
+    def method(self, node: cst.CSTNode | None) -> str | None:
+        """The name of an attribute of an accelerator."""
+        return node.attr.value if isinstance(node, cst.Attribute) and dotted(node.value) in self.holders else None
+
+    def calls(self, *names: str) -> Iterator[cst.Call]:
+        """All calls of methods of an accelerator."""
+        return (n for n in self.parents if isinstance(n, cst.Call) and self.method(n.func) in names)
+
+    def has(self, node: cst.CSTNode, *names: str) -> bool:
+        """Whether attributes of an accelerator are somewhere in a node."""
+        return any(self.method(each) in names for each in inside(node))
+
+    def above(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """What a node lies in, from the inside to the outside."""
+        while (node := self.parents.get(node, node)) in self.parents:
+            yield node
+
+    def scope(self, node: cst.CSTNode) -> cst.FunctionDef | None:
+        """The function a node lies in."""
+        return next((each for each in self.above(node) if isinstance(each, cst.FunctionDef)), None)
+
+    def role(self, node: Expression) -> str | None:
+        """Model, optimizer, scheduler or loader: by its value if that tells, else by its name."""
+        values = [self.values[dotted(node)]] if dotted(node) in self.values else []
+        for each in [*values, node]:
+            text = dotted(each.func if isinstance(each, cst.Call) else each)
+            if isinstance(each, cst.Call) and text.endswith("from_pretrained"):
+                return "model"
+            last = text.rpartition(".")[2]
+            if found := next((role for role, pattern in ROLES.items() if last and pattern.search(last)), None):
+                return found
+        return None
+
+    def roles(self, call: cst.Call) -> list[str | None]:
+        """The roles of the arguments of `prepare`, or of `setup`."""
+        known = self.library.prepares.get(self.method(call.func) or "", ())
+        args = given(call).args
+        fixed = [known[min(n, len(known) - 1)] if known else "" for n in range(len(args))]
+        return [role or self.role(each) for role, each in zip(fixed, args, strict=True)]
+
+    def prepares(self) -> Iterator[cst.Call]:
+        """All calls of `prepare`, or of `setup`."""
+        return self.calls(*self.library.prepares)
+
+
+def find(tree: cst.Module, library: Library) -> Script:
+    """Look through a script."""
+    parents: dict[cst.CSTNode, cst.CSTNode] = {}
+    for node in inside(tree):
+        parents |= dict.fromkeys(node.children, node)
+    where = MetadataWrapper(tree, unsafe_skip_copy=True).resolve(PositionProvider)
+    script = Script(library, where, {node: parents[node] for node in inside(tree) if node in parents})
+    for node in script.parents:
+        if isinstance(node, (cst.Import, cst.ImportFrom)):
+            _import(script, node)
+    arguments = [n for n in script.parents if isinstance(n, cst.Param)]
+    script.used = {n.value for n in script.parents if isinstance(n, cst.Name) and not is_part(n, script.parents[n])}
+    if script.imported or script.modules:
+        typed = {
+            n.name.value
+            for n in arguments
+            if n.annotation and script.original(n.annotation.annotation) in library.classes
+        }
+        script.holders |= typed | {library.variable} & {n.name.value for n in arguments}
+    assigned = [n for n in script.parents if isinstance(n, (cst.Assign, cst.AnnAssign)) and n.value is not None]
+    for node in assigned:
+        _holder(script, node)
+    for node in assigned:
+        if not (isinstance(node.value, cst.Call) and script.method(node.value.func) in library.prepares):
+            script.values |= {dotted(each): node.value for each in targets(node) if dotted(each) and node.value}
+    _settings(script)
+    blocks = [node for node in script.parents if isinstance(node, cst.With)]
+    script.loops = [loop for node in blocks if (loop := _loop(script, node))]
+    for call in script.calls("gather_for_metrics"):
+        around = next((each for each in script.above(call) if isinstance(each, cst.For)), None)
+        script.evaluated |= {_loader_of(script, around.iter)} - {""} if around else set()
+    return script
+
+
+def _import(script: Script, node: cst.Import | cst.ImportFrom) -> None:
+    for alias in () if isinstance(node.names, cst.ImportStar) else node.names:
+        name = dotted(alias.name)
+        local = alias.asname.name.value if alias.asname and isinstance(alias.asname.name, cst.Name) else None
+        if isinstance(node, cst.ImportFrom):
+            if script.library.has(dotted(node.module), name):
+                script.imported[local or name] = name
+        elif script.library.has(name):
+            script.modules.add(local or name.partition(".")[0])
+
+
+def _holder(script: Script, node: cst.Assign | cst.AnnAssign) -> None:
+    value = node.value
+    values = [value.body, value.orelse] if isinstance(value, cst.IfExp) else [value]
+    made = [v for v in values if isinstance(v, cst.Call) and script.original(v.func) in script.library.classes]
+    if made or dotted(value) in script.holders:
+        script.constructors += made
+        script.holders |= {dotted(each) for each in targets(node) if dotted(each)}
+
+
+def _settings(script: Script) -> None:
+    for call in script.constructors:
+        args, keywords, spread = given(call)
+        script.settings |= keywords
+        for each in spread:
+            found = _spread(script, each)
+            script.settings |= found or {}
+            script.are_known &= found is not None
+        for name, value in zip(script.library.positional, args, strict=False):
+            script.settings.setdefault(name, value)
+    where = {script.scope(call) for call in script.prepares()}
+    assigned = [node for node in script.parents if isinstance(node, cst.Assign) and script.scope(node) in where]
+    for node in assigned:
+        if script.method(targets(node)[0]) == "gradient_accumulation_steps":
+            script.settings["gradient_accumulation_steps"] = node.value
+            script.late.add(node)
+    for call in script.prepares():
+        pairs = zip(given(call).args, script.roles(call), strict=True)
+        script.optimizers |= {dotted(each) for each, role in pairs if role == "optimizer" and dotted(each)}
+
+
+def _spread(script: Script, value: Expression) -> dict[str, Expression] | None:
+    """The settings in `**options`, if the script makes them of a dict and of assignments with a literal as key."""
+    made = script.values.get(dotted(value), value)
+    if not isinstance(made, cst.Dict) or not all(isinstance(each, cst.DictElement) for each in made.elements):
+        return None
+    pairs = [(each.key, each.value) for each in made.elements if isinstance(each, cst.DictElement)]
+    for use in [n for n in script.parents if isinstance(n, cst.Name) and n.value == dotted(value)]:
+        parent = script.parents[use]
+        target = script.parents[parent] if isinstance(parent, cst.Subscript) else None
+        whole = script.parents[target] if isinstance(target, cst.AssignTarget) else None
+        index = parent.slice[0].slice if isinstance(parent, cst.Subscript) else None
+        if isinstance(whole, cst.Assign) and isinstance(index, cst.Index):
+            pairs.append((index.value, whole.value))
+        elif not isinstance(parent, (cst.Arg, cst.AssignTarget)) or (isinstance(parent, cst.Arg) and not parent.star):
+            return None  # it may be changed there
+    keys = [key.evaluated_value if isinstance(key, cst.SimpleString) else None for key, _ in pairs]
+    if not all(isinstance(key, str) for key in keys):
+        return None
+    return {str(key): value for key, (_, value) in zip(keys, pairs, strict=True)}
+
+
+def _loader_of(script: Script, source: cst.CSTNode) -> str:
+    """The loader behind what a loop iterates over."""
+    wrappers = ("enumerate", "tqdm", "tqdm.tqdm")
+    while isinstance(source, cst.Call) and dotted(source.func) in wrappers and source.args:
+        source = source.args[0].value
+    seen = set()
+    while dotted(source) in script.values and dotted(source) not in seen:  # active = skip_first_batches(...)
+        seen.add(dotted(source))
+        value = script.values[dotted(source)]
+        if isinstance(value, cst.Call) and script.method(value.func) == "skip_first_batches":
+            value = value.args[0].value
+        if not dotted(value):
+            break
+        source = value
+    return dotted(source)
+
+
+def _loop(script: Script, block: cst.With) -> Loop | None:
+    """`for ... in loader: ...; with accelerator.accumulate(model): ...`."""
+    call, body = block.items[0].item, script.parents[block]
+    loop = script.parents.get(body)
+    if not (isinstance(call, cst.Call) and script.method(call.func) == "accumulate" and len(block.items) == 1):
+        return None
+    if not isinstance(loop, cst.For) or loop.orelse or not isinstance(block.body, cst.IndentedBlock):
+        return None
+    before = loop.body.body[: list(loop.body.body).index(block)]
+    if any(isinstance(n, (cst.Break, cst.Continue)) for n in inside(*before, *block.body.body)):
+        return None  # they would leave the inner loop only
+    loader, args = _loader_of(script, loop.iter), given(call).args
+    models = tuple(dotted(each) for each in (elements(args[0]) if len(args) == 1 else args))
+    known = loader and models and all(models) and script.has(block, "backward")
+    return Loop(loop, block, models, loader) if known else None

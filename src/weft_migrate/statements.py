@@ -1,0 +1,174 @@
+"""Calls that take a statement: preparation, trackers, files, steps of schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import libcst as cst
+
+from weft_migrate.checkpoints import register
+from weft_migrate.draft import Draft, literal
+from weft_migrate.prepare import logger_folder, prepare
+from weft_migrate.script import code, dotted, elements, given
+
+
+def statement(draft: Draft, node: cst.Expr | cst.Assign, updated: cst.Expr | cst.Assign) -> list[str] | None:
+    """The new lines for a statement on a line of its own; None if it stays as its expressions are translated."""
+    call, script = node.value, draft.script
+    if not isinstance(call, cst.Call):
+        if isinstance(node, cst.Assign) and dotted(call) in script.imported:
+            draft.check(node, f"{script.imported[dotted(call)]}: not taken over, weft has no function of this name")
+            return []
+        return [] if node in script.late else None
+    name = script.method(call.func) or ""
+    if name in script.library.prepares and isinstance(node, cst.Assign):
+        return prepare(draft, node, call)
+    if name in STATEMENTS and isinstance(node, cst.Expr):
+        return STATEMENTS[name](draft, node, call, cst.ensure_type(updated.value, cst.Call))
+    made = script.original(call.func) in script.library.classes and isinstance(node, cst.Assign)
+    if made and (folder := logger_folder(draft)):
+        draft.has_trackers, draft.trackers_in = True, script.scope(node)
+        return [code(updated), f"{draft.trackers} = [weft.monitoring.tensorboard({folder})]"]
+    if name in ("free_memory", "clear") and isinstance(node, cst.Assign) and len(node.targets) == 1:
+        draft.imports.add("gc")
+        return [f"{' = '.join(map(code, elements(node.targets[0].target)))} = None", "gc.collect()"]
+    if script.original(call.func) in script.library.makers and isinstance(node, cst.Assign):
+        return []
+    if isinstance(call.func, cst.Attribute) and draft.prepared.get(dotted(call.func.value)) == "scheduler":
+        return _step_scheduler(draft, call, cst.ensure_type(updated.value, cst.Call))
+    return None
+
+
+def is_whole(draft: Draft, node: cst.CSTNode, name: str) -> bool:
+    """Whether a method is translated, or left, with the statement around its call."""
+    whole = draft.script.parents[node]
+    line = draft.script.parents[whole]
+    known = isinstance(whole, cst.Assign) if name in draft.script.library.prepares else isinstance(whole, cst.Expr)
+    return known and isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
+
+
+def _register(draft: Draft, node: cst.Expr, call: cst.Call, _updated: cst.Call) -> list[str] | None:
+    return register(draft, node, call)
+
+
+def _log(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
+    (args, keywords, spread), here = given(updated), draft.script.scope(node)
+    if draft.script.library.name == "Fabric" and draft.script.method(call.func) == "log":
+        args = [cst.parse_expression(f"{{{code(args[0])}: {code(args[1])}}}"), *args[2:]] if len(args) > 1 else []
+    values, step = (args[0] if args else None), (args[1] if len(args) > 1 else keywords.get("step"))
+    reaches = draft.has_trackers and draft.trackers_in in (None, here)
+    if values is None or step is None or not reaches or spread or "log_kwargs" in keywords:
+        draft.left(node, draft.hint("log"))
+        return None
+    if draft.guarded(node):
+        return [f"for tracker in {draft.trackers}:", f"    tracker({code(values)}, step={code(step)})"]
+    draft.check(node, "numbers are means over the ranks, no longer those of the main rank")
+    return [f"weft.log({code(values)}, {code(step)}, {draft.context_of(call)}, {draft.trackers})"]
+
+
+def _save(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
+    args, keywords, _ = given(updated)
+    if draft.script.library.name == "Fabric":  # the path comes first there
+        args = [*args, *(keywords[each] for each in ("path", "state") if each in keywords)][::-1]
+        if len(args) != 2 or not (isinstance(args[0], cst.Call) and code(args[0].func).endswith(".state_dict")):
+            draft.left(node, draft.hint("save"))
+            return None
+    draft.imports.add("torch")
+    arguments = ", ".join(map(code, args))
+    return [f"if {draft.context_of(call)}.is_main:", f"    torch.save({arguments})"]
+
+
+def _save_model(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
+    args, keywords, _ = given(updated)
+    if len(args) != 2 or keywords:
+        draft.left(node, draft.hint("save_model"))
+        return None
+    model, folder = map(code, args)
+    draft.imports |= {"os", "safetensors.torch"}
+    draft.check(node, "whole tensors only; under fully_shard: weft.export(weft.save(state, folder, step, ctx), out)")
+    return [
+        f"if {draft.context_of(call)}.is_main:",
+        f"    os.makedirs({folder}, exist_ok=True)",
+        f'    safetensors.torch.save_model({model}, os.path.join({folder}, "model.safetensors"))',
+    ]
+
+
+def _unscale(draft: Draft, node: cst.Expr, call: cst.Call, _updated: cst.Call) -> list[str]:
+    draft.check(call, "not needed: gradients are in true units")
+    return []
+
+
+def _launch(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str]:
+    """`fabric.launch()` is the work of `weft launch`; `fabric.launch(main, 1)` also calls `main(fabric, 1)`."""
+    if not call.args:
+        return []
+    function, *rest = updated.args
+    arguments = [draft.context_of(call), *(code(each.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for each in rest)]
+    return [f"{code(function.value)}({', '.join(arguments)})"]
+
+
+def _start_trackers(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
+    """`init_trackers(name, config=)` becomes a list of trackers."""
+    args, keywords, _ = given(updated)
+    found = dict(zip(("project_name", "config", "init_kwargs"), args, strict=False)) | keywords
+    name, config, more = (found.get(each) for each in ("project_name", "config", "init_kwargs"))
+    log_with = draft.setting("log_with")
+    kinds = elements(log_with)
+    kind = literal(kinds[0]) if len(kinds) == 1 and isinstance(kinds[0], cst.SimpleString) else None
+    passed = _options_of(more, kind)
+    if name is None or passed is None:
+        draft.left(node, draft.hint("init_trackers"))
+        return None
+    run, folder, ctx = code(name), draft.setting("project_dir"), draft.context_of(call)
+    draft.has_trackers, draft.trackers_in = True, draft.script.scope(node)
+    if kind == "wandb":
+        draft.imports.add("wandb")
+        configs = "" if config is None else f"config={code(config)}"
+        made = f"wandb.init({', '.join(each for each in (f'project={run}', configs, passed) if each)})"
+        return [f"{draft.trackers} = [weft.monitoring.trackers.libraries.wandb({made})] if {ctx}.is_main else []"]
+    draft.imports |= {"os"}
+    place = f"os.path.join({draft.text(folder)}, {run})" if folder is not None else run
+    lines = [f"{draft.trackers} = [weft.monitoring.tensorboard({place})]"]
+    if config is not None:
+        hparams = f"weft.monitoring.HParams({code(config)})"
+        lines.append(f'weft.log({{"config": {hparams}}}, 0, {ctx}, {draft.trackers})')
+    if kind != "tensorboard":
+        draft.check(call, "TensorBoard; others: weft.monitoring.trackers.libraries")
+    return lines
+
+
+def _options_of(more: cst.BaseExpression | None, kind: object) -> str | None:
+    """`init_kwargs={"wandb": {...}}` as arguments of `wandb.init`; None if that is not what there is."""
+    if more is None:
+        return ""
+    if kind != "wandb" or not isinstance(more, cst.Dict) or len(more.elements) != 1:
+        return None
+    [element] = more.elements
+    known = isinstance(element, cst.DictElement) and literal(element.key) == "wandb"
+    return f"**{code(element.value)}" if known else None
+
+
+def _step_scheduler(draft: Draft, call: cst.Call, updated: cst.Call) -> list[str] | None:
+    """A prepared scheduler of Accelerate takes as many steps at once as there are ranks."""
+    once = draft.is_set("split_batches") or draft.setting("step_scheduler_with_optimizer") is not None
+    once |= draft.script.library.name == "Fabric"
+    if cst.ensure_type(call.func, cst.Attribute).attr.value != "step" or once:
+        return None
+    draft.check(call, "as many steps as ranks, as Accelerate does; one is enough if the schedule counts global steps")
+    return [f"for _ in range({draft.ctx}.world_size):", f"    {code(updated)}"]
+
+
+_Handler = Callable[[Draft, cst.Expr, cst.Call, cst.Call], list[str] | None]
+STATEMENTS: Mapping[str, _Handler] = MappingProxyType(
+    {
+        "register_for_checkpointing": _register,
+        "init_trackers": _start_trackers,
+        "log": _log,
+        "log_dict": _log,
+        "save": _save,
+        "save_model": _save_model,
+        "unscale_gradients": _unscale,
+        "launch": _launch,
+    }
+)

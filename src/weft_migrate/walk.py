@@ -1,0 +1,355 @@
+"""The walk over a script: every use of a library is translated, or stays and is listed."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import libcst as cst
+from typing_extensions import override
+
+from weft_migrate.calls import CALLS
+from weft_migrate.draft import Draft
+from weft_migrate.libraries.rows import Template
+from weft_migrate.loops import is_after_backward, split_loop
+from weft_migrate.prepare import construct
+from weft_migrate.script import code, dotted, given, inside, is_part, targets
+from weft_migrate.statements import STATEMENTS, is_whole, statement
+from weft_migrate.strategies import strategy
+
+_DEFAULTS = MappingProxyType({"mixed_precision": '"no"', "gradient_accumulation_steps": "1"})
+_KINDS = MappingProxyType({"FSDP": "weft.fully_shard(", "DEEPSPEED": "weft.zero_partition("})
+
+
+class Walk(cst.CSTTransformer):
+    """One pass, from the inside to the outside; what is original tells what something is, what is updated its text."""
+
+    def __init__(self, draft: Draft) -> None:
+        super().__init__()
+        self.draft, self.script = draft, draft.script
+        draft.walk = self
+
+    def find_parameters(self) -> None:
+        """Find the functions that need a setting as an argument, before any of their calls is left."""
+        for node in self.script.parents:
+            name = self.script.method(node)
+            if isinstance(node, cst.Attribute) and name and name in _DEFAULTS:
+                self.draft.setting_at(name, node, "")
+            elif isinstance(node, cst.Attribute) and self.script.method(node.value) == "state":
+                self._state(node)
+
+    @override
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        new = super().on_leave(original_node, updated_node)
+        if isinstance(original_node, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
+            single = [new] if isinstance(new, cst.CSTNode) else []
+            self.draft.became[original_node] = list(new) if isinstance(new, cst.FlattenSentinel) else single
+        return new
+
+    # -- names and attributes ------------------------------------------------------------------------
+
+    @override
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> Any:
+        parent = self.script.parents[original_node]
+        if original_node.value in self.script.holders:
+            own = isinstance(parent, cst.Arg) and parent.keyword is original_node and self._is_own(parent)
+            if own or not is_part(original_node, parent):
+                return updated_node.with_changes(value=self.draft.ctx)
+        return self._annotation(original_node, updated_node)
+
+    def _annotation(self, node: cst.CSTNode, updated: cst.BaseExpression) -> cst.BaseExpression:
+        annotated = isinstance(self.script.parents[node], cst.Annotation)
+        if annotated and self.script.original(node) in self.script.library.classes:
+            return cst.parse_expression("weft.DistContext")
+        return updated
+
+    def _is_own(self, argument: cst.CSTNode) -> bool:
+        """Whether an argument is one of a function of the script."""
+        call = cst.ensure_type(self.script.parents[argument], cst.Call)
+        kinds = (cst.FunctionDef, cst.ClassDef)
+        return any(isinstance(n, kinds) and n.name.value == dotted(call.func) for n in self.script.parents)
+
+    @override
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> Any:
+        new = self._attribute(original_node)
+        if new is None:
+            return self._annotation(original_node, updated_node)
+        return cst.parse_expression(new) if isinstance(new, str) else new
+
+    def _attribute(self, node: cst.Attribute) -> str | cst.CSTNode | None:
+        """The text of an attribute that is not called; the node itself if it is left; None if it is no use."""
+        draft, script = self.draft, self.script
+        name, parent = script.method(node), script.parents[node]
+        if dotted(node) in script.holders:
+            return draft.context(node)
+        if node.attr.value == "no_sync" and draft.prepared.get(dotted(node.value)) == "model":
+            draft.imports.add("functools")
+            return f"functools.partial(weft.contract.no_sync, {dotted(node.value)}, {draft.ctx})"
+        if script.method(node.value) == "state" and (text := self._state(node)):
+            return text
+        if name is None or self._is_part(node, name):
+            return None  # it is translated as a whole
+        if isinstance(parent, cst.AssignTarget):
+            if script.parents[parent] in script.late:
+                return None  # its statement is removed
+            draft.left(node, draft.hint(name, "the settings are arguments of weft.start and of the transforms"))
+            return node
+        if name in script.library.attributes:
+            draft.imports |= {"torch"} if name == "save" else set()
+            text = script.library.attributes[name].format(ctx=draft.context(node.value))
+            bound = isinstance(parent, (cst.UnaryOperation, cst.Comparison, cst.ComparisonTarget))
+            return f"({text})" if " " in text and bound else text
+        if name == "sync_gradients" and is_after_backward(draft, node):
+            return "True"
+        if name in _DEFAULTS and (setting := draft.setting_at(name, node, _DEFAULTS[name])):
+            return setting
+        if name == "optimizer_step_was_skipped" and len(script.optimizers) == 1:
+            return f"weft.was_skipped({next(iter(script.optimizers))})"
+        draft.left(node, draft.hint(name, "weft has no attribute of this name"))
+        return node
+
+    def _is_part(self, node: cst.Attribute, name: str) -> bool:
+        """Whether the call, the test, the comparison or the attribute around it is translated."""
+        parent = self.script.parents[node]
+        if isinstance(parent, cst.Call) and parent.func is node:
+            return name not in self.script.library.attributes
+        if isinstance(parent, cst.Attribute):
+            compared = parent.attr.value == "distributed_type" and self._compares(parent)
+            return name == "state" and (compared or self._state(parent) is not None or self._is_never_read(node))
+        if name == "sync_gradients":
+            return isinstance(parent, cst.If)
+        return name == "distributed_type" and self._compares(node)
+
+    def _compares(self, node: cst.CSTNode) -> bool:
+        parent = self.script.parents[node]
+        return isinstance(parent, cst.Comparison) and parent.left is node
+
+    def _is_never_read(self, node: cst.CSTNode) -> bool:
+        """Whether a part of a test is not evaluated, as its first part decides."""
+        tests = (each for each in self.script.above(node) if isinstance(each, cst.BooleanOperation))
+        return any(self._is_decided(each.left) is isinstance(each.operator, cst.Or) for each in tests)
+
+    def _state(self, node: cst.Attribute) -> str | None:
+        """What an attribute of `accelerator.state` is: facts of the rank, and None for plugins that are not made."""
+        name, script = node.attr.value, self.script
+        if name == "mixed_precision":
+            return self.draft.setting_at(name, node, _DEFAULTS[name])
+        if name in script.library.attributes and name not in ("print", "save"):
+            return script.library.attributes[name].format(
+                ctx=self.draft.context(cst.ensure_type(node.value, cst.Attribute).value)
+            )
+        plugins = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
+        configured = self.draft.config.get(name.replace("_plugin", "_config"))
+        known = script.are_known and name not in script.settings and not configured
+        asked = not isinstance(script.parents[node], cst.Attribute)
+        return "None" if name in plugins and known and asked else None
+
+    # -- tests -----------------------------------------------------------------------------------------
+
+    def _is_decided(self, node: cst.CSTNode) -> bool | None:
+        """The value of `accelerator.state.deepspeed_plugin is None`, where the script makes no such plugin."""
+        if not isinstance(node, cst.Comparison) or len(node.comparisons) != 1:
+            return None
+        [(kind, right)] = [(each.operator, each.comparator) for each in node.comparisons]
+        left = node.left
+        if dotted(right) != "None" or not isinstance(kind, (cst.Is, cst.IsNot)) or not isinstance(left, cst.Attribute):
+            return None
+        known = self.script.method(left.value) == "state" and self._state(left) == "None"
+        return isinstance(kind, cst.Is) if known else None
+
+    @override
+    def leave_BooleanOperation(self, original_node: cst.BooleanOperation, updated_node: cst.BooleanOperation) -> Any:
+        both = isinstance(original_node.operator, cst.Or)
+        if self._is_decided(original_node.left) is both:
+            return cst.Name(str(both))
+        if not both and is_after_backward(self.draft, original_node):
+            sides = (original_node.left, updated_node.right), (original_node.right, updated_node.left)
+            for side, other in sides:
+                if self.script.method(side) == "sync_gradients":
+                    return other
+        return updated_node
+
+    @override
+    def leave_Comparison(self, original_node: cst.Comparison, updated_node: cst.Comparison) -> Any:
+        """`accelerator.distributed_type == DistributedType.XLA`, also with `accelerator.state`; `plugin is None`."""
+        left, script = original_node.left, self.script
+        if (decided := self._is_decided(original_node)) is not None:
+            return cst.Name(str(decided))
+        if not isinstance(left, cst.Attribute) or left.attr.value != "distributed_type":
+            return updated_node
+        holder = left.value
+        if isinstance(holder, cst.Attribute) and script.method(holder) == "state":
+            holder = holder.value
+        if dotted(holder) not in script.holders:
+            return updated_node
+        [first, *others], ctx = original_node.comparisons, self.draft.context(holder)
+        kind = dotted(first.comparator).rpartition(".")[2]
+        texts = {"XLA": f'{ctx}.device.type == "xla"', "TPU": f'{ctx}.device.type == "xla"'}
+        texts["NO"] = f"{ctx}.world_size == 1"
+        if script.are_known and kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+            found = any(_KINDS.get(kind, "?") in call for call in strategy(self.draft))
+            texts[kind] = str(found)
+        equal = isinstance(first.operator, (cst.Equal, cst.Is))
+        if kind not in texts or others or not (equal or isinstance(first.operator, (cst.NotEqual, cst.IsNot))):
+            self.draft.left(left, self.draft.hint("distributed_type"))
+            return updated_node.with_changes(left=left)
+        opposite = {"True": "False", "False": "True"}.get(texts[kind], texts[kind].replace("==", "!="))
+        return cst.parse_expression(texts[kind] if equal else opposite)
+
+    # -- calls -----------------------------------------------------------------------------------------
+
+    @override
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> Any:
+        node, updated = original_node, self._with_arguments(original_node, updated_node)
+        draft, script = self.draft, self.script
+        method, imported = script.method(node.func), script.original(node.func)
+        if method is None and imported is None:
+            return self._other_call(node, updated)
+        if self._is_part_of_more(node, method, imported):
+            return updated
+        if imported in script.library.classes:
+            if not isinstance(script.parents[node], cst.Attribute):
+                return cst.parse_expression(construct(draft, node))
+            draft.left(node, "ctx = weft.start(), once; then ctx.rank, ctx.is_main, ctx.is_last, ctx.device")
+            return node
+        name = method or imported or ""
+        text: str | None = None
+        if name in CALLS and (node.args or name in ("autocast", "profile")):
+            text = CALLS[name](draft, node, updated)
+            return node if text is None else cst.parse_expression(text)
+        if imported in script.library.functions or method in script.library.methods:
+            return self._from_template(node, updated, name)
+        draft.left(node, draft.hint(name))
+        return node
+
+    def _is_part_of_more(self, node: cst.Call, method: str | None, imported: str | None) -> bool:
+        """Whether a call is translated as an attribute, with its statement, or with the settings it belongs to."""
+        script = self.script
+        if method and method in ("print", "save") and method in script.library.attributes:
+            return True
+        if method in STATEMENTS or method in script.library.prepares:
+            return is_whole(self.draft, node, method or "")
+        if method in ("free_memory", "clear"):
+            return isinstance(script.parents[node], cst.Assign)
+        if method == "accumulate":
+            return any(loop.block in script.above(node) for loop in self.draft.looped)
+        if imported not in script.library.makers:
+            return False
+        names = {dotted(value) for call in script.constructors for value in given(call).keywords.values()}
+        names |= {name for name, value in script.values.items() if value is node}
+        whole = script.parents[node]
+        assigned = isinstance(whole, cst.Assign) and all(dotted(each) in names for each in targets(whole))
+        return assigned or any(node in inside(call) and node is not call for call in script.constructors)
+
+    def _with_arguments(self, node: cst.Call, updated: cst.Call) -> cst.Call:
+        """A call with the settings that a function needs now."""
+        more = [
+            cst.Arg(cst.parse_expression(text), keyword=cst.Name(name), equal=_EQUAL)
+            for name, text in self.draft.arguments.get(node, {}).items()
+        ]
+        return updated.with_changes(args=_joined(updated.args, more)) if more else updated
+
+    @override
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> Any:
+        names = self.draft.parameters.get(original_node, {})
+        if not names:
+            return updated_node
+        more = [cst.Param(cst.Name(name)) for name in names]
+        params = updated_node.params.with_changes(kwonly_params=more, star_arg=cst.ParamStar())
+        return updated_node.with_changes(params=params)
+
+    def _other_call(self, node: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        """`len` of a loader that is restored; messages of Accelerate's logger."""
+        draft = self.draft
+        counted = dotted(node.args[0].value) if dotted(node.func) == "len" and node.args else ""
+        if counted in draft.lengths and draft.state_in in (None, self.script.scope(node)):
+            return cst.Name(draft.lengths[counted])
+        if isinstance(node.func, cst.Attribute) and "get_logger" in self.script.imported.values():
+            gone = ("main_process_only", "in_order")
+            args = [each for each in updated.args if not (each.keyword and each.keyword.value in gone)]
+            if len(args) < len(updated.args):
+                return updated.with_changes(args=_joined(args, []))
+        return updated
+
+    def _from_template(self, node: cst.Call, updated: cst.Call, name: str) -> cst.BaseExpression:
+        draft, library = self.draft, self.script.library
+        is_method = self.script.method(node.func) is not None
+        template: Template = (library.methods if is_method else library.functions)[name]
+        args, keywords, spread = given(updated)
+        found = dict(zip(template.parameters, args, strict=False)) | keywords
+        missing = [each for each, default in template.parameters.items() if default is None and each not in found]
+        known = not spread and set(found) <= set(template.parameters) and len(found) >= len(args)
+        releases = name in ("free_memory", "clear") and isinstance(self.script.parents[node], cst.Expr)
+        if (missing or not known) and not releases:
+            example = template.text.format(ctx=draft.ctx, **dict.fromkeys(template.parameters, "..."))
+            draft.left(node, draft.hint(name, example))
+            return node
+        texts = {p: code(found[p]) if p in found else default for p, default in template.parameters.items()}
+        text = template.text.format(ctx=draft.context_of(node) if is_method else draft.ctx, **texts)
+        text = text.removesuffix(", 2)") + ")" if name == "clip_grad_norm_" and text.endswith(", 2)") else text
+        draft.imports |= {template.needs} - {""}
+        if name in library.remarks:
+            draft.check(node, library.remarks[name])
+        return cst.parse_expression(text)
+
+    # -- statements ------------------------------------------------------------------------------------
+
+    @override
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> Any:
+        if len(original_node.body) != 1:
+            return updated_node
+        [old], [new] = original_node.body, updated_node.body
+        if not isinstance(old, (cst.Expr, cst.Assign)) or not isinstance(new, (cst.Expr, cst.Assign)):
+            return updated_node
+        lines = statement(self.draft, old, new)
+        if lines is None:
+            return original_node if old in self.draft.kept else updated_node
+        if not lines:
+            return cst.RemoveFromParent()
+        text = "\n".join(lines) + code(updated_node.trailing_whitespace)
+        first, *rest = cst.parse_module(text).body
+        return cst.FlattenSentinel([first.with_changes(leading_lines=updated_node.leading_lines), *rest])
+
+    @override
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
+        """`if accelerator.sync_gradients:` is gone where that is always true."""
+        draft, body = self.draft, original_node.body
+        if self.script.method(original_node.test) != "sync_gradients":
+            return updated_node
+        known = isinstance(body, cst.IndentedBlock) and not original_node.orelse
+        if not known or not is_after_backward(draft, original_node):
+            draft.left(original_node.test, draft.hint("sync_gradients"))
+            return updated_node.with_changes(test=original_node.test)
+        found, _ = draft.results(body.body, updated_node.leading_lines)
+        return cst.FlattenSentinel(found)
+
+    @override
+    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> Any:
+        found = next((each for each in self.draft.looped if each.loop is original_node), None)
+        return split_loop(self.draft, found, updated_node) if found else updated_node
+
+    @override
+    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> Any:
+        body, lines = self.draft.results(original_node.body)
+        return updated_node.with_changes(body=body, footer=[*lines, *updated_node.footer])
+
+    @override
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        body, lines = self.draft.results(original_node.body)
+        return updated_node.with_changes(body=body, footer=[*lines, *updated_node.footer])
+
+
+_EQUAL = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+
+
+def _joined(args: Any, more: list[cst.Arg]) -> list[cst.Arg]:
+    """Arguments with commas between them; the last keeps the one that is there, with what follows it."""
+    found, space = [*args, *more], cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    for n, each in enumerate(found[:-1]):
+        if not isinstance(each.comma, cst.Comma):
+            found[n] = each.with_changes(comma=space)
+    if found and isinstance(found[-1].comma, cst.Comma) and not more:
+        found[-1] = found[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    return found
