@@ -43,6 +43,7 @@ OTHERS = {
     "_getframe",
     "_current_frames",
     "_exit",
+    "_run_exitfuncs",
     "_option_string_actions",
     "_tp_plan",
     "_no_split_modules",
