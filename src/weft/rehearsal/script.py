@@ -71,20 +71,21 @@ def rehearse_script(
     def run(found: Observed, memory: contextlib.AbstractContextManager[Simulation]) -> Simulation:
         with memory as simulation, observing(found, simulation), _as_main(Path(script), arguments, links.per_node):
             found.begin("build")
-            with _until(steps, found) as count:
+            with _until(steps, found) as made:
                 try:
                     runpy.run_path(str(script), run_name="__main__")
                 except SystemExit as end:
                     if end.code not in (None, 0):
                         raise
-                if count() < min(steps, 2):
+                done, is_open = made()
+                if done < min(steps, 2):
                     raise ContextError(
-                        f"rehearse: {script} makes {['no step', 'one step'][count()]}",
-                        found="no optimizer that steps" if count() == 0 else "a script that ends after it",
+                        f"rehearse: {script} makes {['no step', 'one step'][done]}",
+                        found="no optimizer that steps" if done == 0 else "a script that ends after it",
                         expected="a script that trains, and at least two steps: what is held is seen between them",
                         fix=f"python {script}  # does it train?",
                     )
-                found.end_in_step()
+                found.end_in_step(is_open=is_open)
         return simulation
 
     name = " ".join([str(script), *arguments])
@@ -95,7 +96,7 @@ def rehearse_script(
 
 @contextlib.contextmanager
 def _until(steps: int, found: Observed) -> Iterator[Any]:
-    """Tell steps apart, and leave the body after so many; yields a function that returns how many there were."""
+    """Tell steps apart, and leave the body after so many; yields what tells their number, and if another has begun."""
     leader: weakref.ref[torch.optim.Optimizer] | None = None
     done, waiting = 0, True
 
@@ -119,7 +120,7 @@ def _until(steps: int, found: Observed) -> Iterator[Any]:
     handles = [register_optimizer_step_post_hook(stepped), register_module_forward_pre_hook(called)]
     try:
         with contextlib.suppress(_Enough):
-            yield lambda: done
+            yield lambda: (done, not waiting)
     finally:
         for handle in handles:
             handle.remove()

@@ -49,10 +49,14 @@ class Observed:
         self.allocations.look_at_modules()
         self.allocations.end()
 
-    def end_in_step(self) -> None:
-        """The program is over, and has let everything go: its last step ended when the optimizer had stepped."""
-        self.allocations.end_in_step()
-        self.traffic.end_in_step()
+    def end_in_step(self, *, is_open: bool) -> None:
+        """The program is over, and has let everything go: its last step ended when the optimizer had stepped.
+
+        Args:
+            is_open: It has begun another one.
+        """
+        self.allocations.end_in_step(is_open=is_open)
+        self.traffic.end_in_step(is_open=is_open)
 
 
 class Observer(torch_internals.dispatch_mode.base):  # type: ignore[misc, name-defined]
