@@ -65,5 +65,5 @@ def facts(found: Rehearsal) -> tuple[tuple[int, ...], tuple[int, ...], tuple[obj
     def sizes(memory: Memory) -> tuple[int, ...]:
         return tuple(getattr(memory, kind) for kind in KINDS)
 
-    messages = tuple((each.kind, each.axis, each.count, each.bytes) for each in found.messages)
+    messages = tuple((each.kind, each.axis, each.count, each.bytes) for each in (*found.messages, *found.exchange))
     return sizes(found.at_rest), sizes(found.step_peak), messages

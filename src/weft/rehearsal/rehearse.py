@@ -107,7 +107,8 @@ def rehearse(
         mesh: As for `weft.start`.
         rank: Which rank to rehearse. Ranks differ if shards are uneven, and between stages of a pipeline: "all
             distinct" rehearses one of each kind and lists the others like it in `same_as`.
-        steps: How many steps to make; what is reported is the last one. Optimizers make their state in the first.
+        steps: How many steps to make; what is reported is the last one. Optimizers make their state in the first. With
+            `local_steps`, an exchange follows the last one, and is reported apart.
         links: Of the cluster, for the model of time, and how many ranks a node has.
         assume: What the program reads on the host: by line, `{"train.py:41": 0.5}`, or `{"values": 0.5}` for all lines.
             Which experts a router chooses: "balanced" at the line of its `topk`, or "choices" for all lines; or the
@@ -214,12 +215,13 @@ def simulated(
             world_size=ranks,
             mesh=tuple(axes.items()),
             device="cpu",
-            steps=len(moments) - 1,
+            steps=sum(each.label.startswith("step") for each in moments),
             at_rest=moments[-1].at_rest,
             peak=max((each.peak for each in moments), key=lambda memory: memory.total),
             timeline=moments,
             setup=found.traffic.setup(axes, links.per_node),
             messages=found.traffic.of_step(axes, links.per_node),
+            exchange=found.traffic.of_exchange(axes, links.per_node),
             saved=group.saved,
             assumed=tuple(simulation.assumed),
             links=links,
@@ -250,7 +252,7 @@ def _with_peers(run_as: Callable[[int], R], rank: int, mail: Mail, waiting: tupl
 
 
 def observe_steps(program: Program, ctx: DistContext, steps: int, found: Observed, *call: Any) -> None:
-    """Run a program step by step, simulated or real, and note what it does."""
+    """Run a program step by step, simulated or real, and note what it does; with an exchange of `local_steps` after."""
     with observing(found, *call):
         found.begin("build")
         step = program(ctx)
@@ -264,6 +266,7 @@ def observe_steps(program: Program, ctx: DistContext, steps: int, found: Observe
         for number in range(1, steps + 1):
             found.begin(f"step {number}")
             step()
+        found.exchange()
         found.end()
 
 

@@ -47,7 +47,8 @@ def rehearse_script(
 
     A step begins with the first call of a module, with gradients, after the optimizer has stepped; of several
     optimizers, the one that stepped first counts. When `steps` of them are done, the script is left. Of a script that
-    ends before it begins another one, the last step ends with that of the optimizer.
+    ends before it begins another one, the last step ends with that of the optimizer, and no exchange of `local_steps`
+    follows it.
 
     Changes: what the script changes, such as files that it writes; while it runs, functions of torch, for the whole
     process. Collectives: none.
@@ -113,6 +114,7 @@ def _until(steps: int, found: Observed) -> Iterator[Any]:
             return
         waiting = False
         if done == steps:
+            found.exchange()
             found.end()
             raise _Enough
         found.begin(f"step {done + 1}")

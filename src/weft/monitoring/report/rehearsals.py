@@ -39,7 +39,7 @@ def _in_units(title: str, rows: Mapping[str, Mapping[str, int]]) -> Chart:
 def facts(found: Rehearsed) -> dict[str, str]:
     """What was rehearsed, and what it took for granted."""
     mesh = ", ".join(f"{name}={size}" for name, size in found["mesh"])
-    steps = [each["peak"] for each in found["timeline"] if each["label"].startswith("step")] or [found["peak"]]
+    steps = [each["peak"] for each in found["timeline"] if each["label"] != "build"] or [found["peak"]]
     peak = max(steps, key=_total)
     return {
         "program": found["program"],

@@ -77,10 +77,15 @@ class Traffic:
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._steps = [0]  # the first message of each
         self._stepped = 0
+        self._exchange: int | None = None  # its first message
 
     def begin(self) -> None:
         """From here on a step."""
         self._steps.append(len(self._found))
+
+    def begin_exchange(self) -> None:
+        """From here on what ranks exchange that step apart."""
+        self._exchange = len(self._found)
 
     def stepped(self) -> None:
         """Here the optimizer has stepped."""
@@ -131,7 +136,11 @@ class Traffic:
 
     def of_step(self, axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
         """Those of the last step."""
-        return _summed(self._found[self._steps[-1] :], axes, per_node)
+        return _summed(self._found[self._steps[-1] : self._exchange], axes, per_node)
+
+    def of_exchange(self, axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
+        """Those of the exchange, if there was one."""
+        return () if self._exchange is None else _summed(self._found[self._exchange :], axes, per_node)
 
 
 def _summed(found: list[tuple[str, tuple[int, ...], int]], axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
