@@ -85,6 +85,11 @@ BODIES = {
         "norm = weft.clip_grads(model, ctx, max_norm=1.0)",
         "if not math.isfinite(norm) or not torch.isfinite(norm): scale /= 2; optimizer.zero_grad(); continue",
     ),
+    "large norm": (
+        "",
+        "norm = weft.clip_grads(model, ctx, max_norm=1.0)",
+        "if norm > 50: optimizer.zero_grad(); continue",
+    ),
     "accuracy": (
         "right = 0",
         "right += (loss[None].argmax(0) == loss.long()).sum().item(); print(right / step / len(y))",
