@@ -115,6 +115,7 @@ def test_a_number_that_is_read_needs_no_answer(tmp_path, monkeypatch, body, stra
     before, *lines = BODIES[body]
     found = rehearse(tmp_path, before, lines, strategy)
     assert found.steps == 2
+    assert bool(found.exchange) == (strategy == "local_steps")
     assert any(line.startswith("train.py:") for line in found.assumed)
     assert (found.saved > 0) == ("save" in " ".join(lines))
 

@@ -139,6 +139,6 @@ def _undecided(way: _Way, deciding: Mapping[str, _Way]) -> ContextError:
     return ContextError(
         "rehearse: a number that the program reads decides what it does, and is not known",
         found="\n".join(found),
-        expected="numbers that change neither memory nor messages, or one to assume",
+        expected="numbers that do not change what is sent, or one that is provided",
         fix=f'weft.rehearse(..., assume={{"{first}": {value}}}), or --assume {first}={value}',
     )

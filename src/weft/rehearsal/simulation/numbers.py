@@ -26,7 +26,7 @@ class Numbers:
 
     Attributes:
         large: Lines that read large numbers; the others read small ones.
-        lines: Every line that read a number, and its kind, float, int or bool; the last one that did is the last.
+        lines: Every line that read a number, the last one at the end, and its kind: int if any is, else float or bool.
         operations: How many there were.
     """
 
@@ -57,8 +57,7 @@ class Numbers:
         self._reads[line] += 1
         if self._reads[line] > _MOST_READS:
             raise Endless
-        self.lines.pop(line, None)
-        self.lines[line] = kind
+        self.lines[line] = int if self.lines.pop(line, None) is int else kind
         if kind is bool:
             return line in self.large
         if kind is int:
