@@ -15,7 +15,7 @@ from weft.rehearsal.table import size_text
 __all__ = ["both_ways"]
 
 Run = Callable[[Numbers], Rehearsal]
-_TIMES = 5  # a run with other numbers may compute as often as this; more is a loop that does not end
+_TIMES = 10  # as many operations may a run with other numbers do as the first one; more is a loop that does not end
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Way:
         if self.found is not None:
             return ", ".join(f"{size} {name}" for name, size in self.sizes.items())
         if isinstance(self.error, Endless):
-            return "a loop that does not end"
+            return str(self.error)
         return f"{type(self.error).__name__}: {str(self.error).strip().partition(chr(10))[0]}"
 
 

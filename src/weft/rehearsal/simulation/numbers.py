@@ -45,7 +45,7 @@ class Numbers:
         """
         self.operations += 1
         if self.operations > self._most_operations:
-            raise Endless
+            raise Endless(f"no end after {self._most_operations:,} operations")
 
     def read(self, line: str, kind: type[float]) -> float:
         """The next number that a line reads.
@@ -56,7 +56,7 @@ class Numbers:
         count = self._reads.total()
         self._reads[line] += 1
         if self._reads[line] > _MOST_READS:
-            raise Endless
+            raise Endless(f"no end after {_MOST_READS:,} reads")
         self.lines[line] = int if self.lines.pop(line, None) is int else kind
         if kind is bool:
             return line in self.large

@@ -92,7 +92,6 @@ class Simulation:
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Do one operation."""
-        self._numbers.operation()
         kwargs = with_device_alike(kwargs)
         tensors = [
             leaf for leaf in torch_internals.tree.found.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
@@ -265,13 +264,15 @@ def _aligned(log_probs: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tens
 class _Reads(TorchFunctionMode):
     """Functions that read memory, past all operations."""
 
-    def __init__(self, fake: Any, simulation: Simulation) -> None:
+    def __init__(self, fake: Any, simulation: Simulation, numbers: Numbers) -> None:
         super().__init__()
         self._fake = fake
         self._simulation = simulation
+        self._numbers = numbers
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._numbers.operation()  # where torch's own code does not run: some of it cannot pass on an error
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
             tree, is_fake = torch_internals.tree.found, torch_internals.fake_tensor.holds
             leaves, spec = tree.tree_flatten(args[0])
@@ -360,7 +361,7 @@ def without_memory(assume: Assumed, numbers: Numbers) -> Iterator[Simulation]:
 
     fake_class: Any = torch_internals.fake_tensor.found
     fake_class.data_ptr, fake_class.__deepcopy__, fake_class.__reduce_ex__ = _address, _copied, _pickled
-    reads = _Reads(fake, simulation)
+    reads = _Reads(fake, simulation, numbers)
     to_list, fake_class.tolist = fake_class.tolist, lambda each: reads.filled(each).tolist()
     mode: Any = torch_internals.fake_mode.found
     converter: Any = fake.fake_tensor_converter.meta_converter
