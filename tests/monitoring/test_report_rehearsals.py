@@ -27,6 +27,7 @@ def _write(folder):
             Message("all_gather", "shard", 8, 4, 8 * MIB, 7 * MIB),
             Message("all_reduce", "replica", 128, 1, MIB, 2 * MIB),
         ),
+        exchange=(Message("broadcast", "replica", 128, 1, MIB, MIB),),
         assumed=("<finite>",),
     )
     folder.mkdir(exist_ok=True)
@@ -50,7 +51,13 @@ def test_memory_by_kind_and_messages_by_axis_are_drawn(tmp_path):
     assert (memory["unit"], sent["unit"]) == ("MiB", "MiB")
     assert sent["rows"] == ["shard (8)", "replica (128)"]
     assert {line["name"]: line["x"] for line in sent["lines"]} == {"all_gather": [7, 0], "all_reduce": [0, 2]}
-    for fact in ("0 of 1,024 (replica=128, shard=8)", "8 MiB, at train.py:41", "&lt;finite&gt;", "all_reduce"):
+    for fact in (
+        "0 of 1,024 (replica=128, shard=8)",
+        "8 MiB, at train.py:41",
+        "&lt;finite&gt;",
+        "all_reduce",
+        "broadcast (exchange)",
+    ):
         assert fact in page, fact
 
 

@@ -38,8 +38,9 @@ def add_parser(commands: Any) -> None:
         help="run a script as one rank of many, without memory: what it would hold and send",
         allow_abbrev=False,
         description="Run an unmodified script as one rank of a pretended job, in this process, on tensors without "
-        "memory; print what that rank holds and sends. The script is left after some steps of its optimizer. What it "
-        "prints goes to stderr; files that it writes are written.",
+        "memory; print what that rank holds and sends. The script is left after some steps of its optimizer, and runs "
+        "again with other numbers if it reads any. What it prints goes to stderr; files that it writes are written, "
+        "but for checkpoints of weft and torch.save.",
         epilog="With --search or --vary, {NAME}, {AXIS} and {mesh} among the arguments stand for each value: "
         "weft rehearse --ranks 64 --search replica,shard --vary batch=8,16 train.py --batch {batch} --mesh {mesh}",
     )
@@ -54,9 +55,7 @@ def add_parser(commands: Any) -> None:
     sub.add_argument("--rank", default="0", help='which one to be (default 0), or "all": one of each kind')
     sub.add_argument("--steps", type=int, default=2, help="of the optimizer (default 2)")
     sub.add_argument("--per-node", type=int, default=8, metavar="N", help="ranks of a node (default 8)")
-    reads = (
-        "what the script reads of a tensor, train.py:41=0.5, or values=0.5 for all lines; choices=balanced of routers"
-    )
+    reads = "a number that decides what runs, train.py:41=0.5, or values=0.5 for all lines; choices=balanced of routers"
     sub.add_argument("--assume", action="append", default=[], metavar="LINE=NUMBER", help=reads)
     sub.add_argument("--limit", metavar="SIZE", help="memory of a rank, 80GB: exit with 1 if a step needs more")
     sub.add_argument(

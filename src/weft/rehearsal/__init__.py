@@ -1,6 +1,7 @@
 """A program's own code on one rank of many, in one process, without memory, network or devices.
 
 rehearse.py  `rehearse`: run a program, and say what it holds and sends
+both_ways.py with small numbers and with large ones, where the program reads what is not known
 distinct.py  which ranks are alike, and one of each kind
 script.py    the same for a script as it is
 changes.py   what would make it smaller, rehearsed

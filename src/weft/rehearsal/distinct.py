@@ -10,7 +10,7 @@ from collections.abc import Callable
 from weft.rehearsal.memory import KINDS, Memory
 from weft.rehearsal.result import Rehearsal
 
-__all__ = ["distinct_ranks"]
+__all__ = ["distinct_ranks", "facts"]
 
 
 def distinct_ranks(rehearse: Callable[[int], Rehearsal]) -> tuple[Rehearsal, ...]:
@@ -35,7 +35,7 @@ def distinct_ranks(rehearse: Callable[[int], Rehearsal]) -> tuple[Rehearsal, ...
     alike: dict[tuple[object, ...], list[int]] = {}
     for choice in itertools.product(*kinds):
         ranks = sorted(map(sum, itertools.product(*choice)))
-        alike.setdefault(_facts(of(ranks[0])), []).extend(ranks)
+        alike.setdefault(facts(of(ranks[0])), []).extend(ranks)
     return tuple(dataclasses.replace(of(min(ranks)), same_as=tuple(sorted(ranks))) for ranks in alike.values())
 
 
@@ -46,24 +46,24 @@ def _along(size: int, stride: int, of: Callable[[int], Rehearsal]) -> list[list[
 
     def look(first: int, last: int) -> None:
         """Sort in all from `first` on, but for `last`."""
-        facts = _facts(of(line[first]))
-        if last - first > 1 and facts != _facts(of(line[last])):
+        found = facts(of(line[first]))
+        if last - first > 1 and found != facts(of(line[last])):
             middle = (first + last) // 2
             look(first, middle)
             look(middle, last)
         else:
-            alike.setdefault(facts, []).extend(line[first:last])
+            alike.setdefault(found, []).extend(line[first:last])
 
     look(0, size - 1)
-    alike.setdefault(_facts(of(line[-1])), []).append(line[-1])
+    alike.setdefault(facts(of(line[-1])), []).append(line[-1])
     return list(alike.values())
 
 
-def _facts(found: Rehearsal) -> tuple[object, ...]:
-    """What two ranks that are alike have in common."""
+def facts(found: Rehearsal) -> tuple[tuple[int, ...], tuple[int, ...], tuple[object, ...]]:
+    """What two ranks, or two runs, that are alike have in common: bytes by kind, and messages."""
 
     def sizes(memory: Memory) -> tuple[int, ...]:
         return tuple(getattr(memory, kind) for kind in KINDS)
 
-    messages = tuple((each.kind, each.axis, each.count, each.bytes) for each in found.messages)
+    messages = tuple((each.kind, each.axis, each.count, each.bytes) for each in (*found.messages, *found.exchange))
     return sizes(found.at_rest), sizes(found.step_peak), messages

@@ -19,13 +19,16 @@ from weft.context.settings import mesh_axes
 from weft.engines.torch.hooks.every_optimizer import sweep
 from weft.errors import ContextError, value_error
 from weft.peers.pretended import Mail, NotSent, PretendedGroup
+from weft.rehearsal.both_ways import both_ways
 from weft.rehearsal.distinct import distinct_ranks
 from weft.rehearsal.messages import Links
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.simulation.lines import line_in
+from weft.rehearsal.simulation.numbers import Numbers
 from weft.rehearsal.simulation.observe import Observed, observing
 from weft.rehearsal.simulation.pretended_tensors import Assumed, Simulation, without_memory
 from weft.rehearsal.simulation.pretended_world import pretended_world
+from weft.rehearsal.simulation.saving import saves_counted
 from weft.rehearsal.simulation.shortcuts import shortcuts
 
 __all__ = ["Program", "alone", "observe_steps", "rehearse", "simulated"]
@@ -89,9 +92,10 @@ def rehearse(
     model, see `Links`. The other ranks are assumed to send what this one sends.
 
     Operators are those of a CPU. Small tensors of integers have values (indices, tokens, sizes), no others. If your
-    program reads a number from any other tensor, with `.item()` or an `if`, provide it with `assume`; where weft reads
-    one, gradients count as finite. Build everything inside `program`: what lies outside it has values and memory,
-    and would be changed by the transforms.
+    program reads a number from any other tensor, it runs twice: with small numbers that fall, and with large ones that
+    rise. If both runs send the same, the one that needs more memory is returned, and `assumed` lists what was read. If
+    not, the number decides what runs, and `assume` has to provide it. All numbers are finite. Build everything inside
+    `program`: what lies outside it has values and memory, and would be changed by the transforms.
 
     Changes: nothing that lasts. Meanwhile the default process group is a pretended one, also inside a job that has
     another, and functions of torch are replaced for the whole process: other threads must not use torch, and a second
@@ -103,7 +107,8 @@ def rehearse(
         mesh: As for `weft.start`.
         rank: Which rank to rehearse. Ranks differ if shards are uneven, and between stages of a pipeline: "all
             distinct" rehearses one of each kind and lists the others like it in `same_as`.
-        steps: How many steps to make; what is reported is the last one. Optimizers make their state in the first.
+        steps: How many steps to make; what is reported is the last one. Optimizers make their state in the first. With
+            `local_steps`, an exchange follows the last one, and is reported apart.
         links: Of the cluster, for the model of time, and how many ranks a node has.
         assume: What the program reads on the host: by line, `{"train.py:41": 0.5}`, or `{"values": 0.5}` for all lines.
             Which experts a router chooses: "balanced" at the line of its `topk`, or "choices" for all lines; or the
@@ -114,8 +119,8 @@ def rehearse(
 
     Raises:
         ValueError: There is no such rank, or no step.
-        ContextError: The mesh does not fit; or the program reads a number that is not known, at the line in the text;
-            or another rehearsal is running in this process.
+        ContextError: The mesh does not fit; or a number that is not known decides what runs, or how large a tensor is,
+            at the line in the text; or another rehearsal is running in this process.
         BaseException: Whatever the program raises; a note has the line and the rank.
 
     Example:
@@ -191,35 +196,39 @@ def simulated(
     """
     asked = _checked(ranks, mesh, rank, steps)
 
-    def run_as(rank: int) -> tuple[Observed, Simulation, PretendedGroup]:
-        found = Observed()
-        note = found.traffic.note
-        with _left_as_it_was(), pretended_world(ranks, rank, links.per_node, note, mail) as group, shortcuts():
-            group.axes = None if mesh is None else asked
-            with _located(rank, ranks):
-                simulation = run(found, without_memory(assume or {}))
-            return found, simulation, group
+    def of(numbers: Numbers) -> Rehearsal:
+        def run_as(rank: int) -> tuple[Observed, Simulation, PretendedGroup]:
+            found = Observed()
+            note = found.traffic.note
+            with _left_as_it_was(), pretended_world(ranks, rank, links.per_node, note, mail) as group, shortcuts():
+                group.axes = None if mesh is None else asked
+                with _located(rank, ranks), saves_counted(group):
+                    simulation = run(found, without_memory(assume or {}, numbers))
+                return found, simulation, group
 
-    found, simulation, group = _with_peers(run_as, rank, mail)
-    axes = group.axes or asked
-    moments = found.allocations.moments()
-    return Rehearsal(
-        program=name,
-        rank=rank,
-        world_size=ranks,
-        mesh=tuple(axes.items()),
-        device="cpu",
-        steps=len(moments) - 1,
-        at_rest=moments[-1].at_rest,
-        peak=max((each.peak for each in moments), key=lambda memory: memory.total),
-        timeline=moments,
-        setup=found.traffic.setup(axes, links.per_node),
-        messages=found.traffic.of_step(axes, links.per_node),
-        saved=group.saved,
-        assumed=tuple(simulation.assumed),
-        links=links,
-        same_as=(rank,),
-    )
+        found, simulation, group = _with_peers(run_as, rank, mail)
+        axes = group.axes or asked
+        moments = found.allocations.moments()
+        return Rehearsal(
+            program=name,
+            rank=rank,
+            world_size=ranks,
+            mesh=tuple(axes.items()),
+            device="cpu",
+            steps=sum(each.label.startswith("step") for each in moments),
+            at_rest=moments[-1].at_rest,
+            peak=max((each.peak for each in moments), key=lambda memory: memory.total),
+            timeline=moments,
+            setup=found.traffic.setup(axes, links.per_node),
+            messages=found.traffic.of_step(axes, links.per_node),
+            exchange=found.traffic.of_exchange(axes, links.per_node),
+            saved=group.saved,
+            assumed=tuple(simulation.assumed),
+            links=links,
+            same_as=(rank,),
+        )
+
+    return both_ways(of)
 
 
 def _with_peers(run_as: Callable[[int], R], rank: int, mail: Mail, waiting: tuple[int, ...] = ()) -> R:
@@ -243,7 +252,7 @@ def _with_peers(run_as: Callable[[int], R], rank: int, mail: Mail, waiting: tupl
 
 
 def observe_steps(program: Program, ctx: DistContext, steps: int, found: Observed, *call: Any) -> None:
-    """Run a program step by step, simulated or real, and note what it does."""
+    """Run a program step by step, simulated or real, and note what it does; with an exchange of `local_steps` after."""
     with observing(found, *call):
         found.begin("build")
         step = program(ctx)
@@ -257,6 +266,7 @@ def observe_steps(program: Program, ctx: DistContext, steps: int, found: Observe
         for number in range(1, steps + 1):
             found.begin(f"step {number}")
             step()
+        found.exchange()
         found.end()
 
 

@@ -30,9 +30,10 @@ class Rehearsal:
         steps: How many steps ran; the optimizer's state exists from the first on.
         at_rest: Between two steps.
         peak: The highest, build of the model included.
-        timeline: The build, then each step.
+        timeline: The build, then each step, then the exchange if there is one.
         setup: Messages before the last step.
         messages: Messages of the last step.
+        exchange: Messages of an exchange of `local_steps`, which comes after so many steps; made after the last step.
         saved: Bytes of tensors that the rank writes of a checkpoint; 0 if the program saved none.
         assumed: What the rehearsal could not know, and took for granted.
         links: What the time model was computed with.
@@ -50,6 +51,7 @@ class Rehearsal:
     timeline: tuple[Moment, ...] = ()
     setup: tuple[Message, ...] = ()
     messages: tuple[Message, ...] = ()
+    exchange: tuple[Message, ...] = ()
     saved: int = 0
     assumed: tuple[str, ...] = ()
     links: Links = Links()  # noqa: RUF009  (frozen)
@@ -57,8 +59,8 @@ class Rehearsal:
 
     @property
     def step_peak(self) -> Memory:
-        """The highest in a step; if there were none, the highest."""
-        steps = [moment.peak for moment in self.timeline if moment.label.startswith("step")]
+        """The highest in a step, or in the exchange of `local_steps` after it; if there were none, the highest."""
+        steps = [moment.peak for moment in self.timeline if moment.label != "build"]
         return max(steps, key=lambda memory: memory.total, default=self.peak)
 
     @property
@@ -120,6 +122,7 @@ class Rehearsal:
                 ),
                 "setup": tuple(Message(**each) for each in values["setup"]),
                 "messages": tuple(Message(**each) for each in values["messages"]),
+                "exchange": tuple(Message(**each) for each in values.get("exchange", ())),
                 "links": Links(
                     tuple(values["links"]["intra"]), tuple(values["links"]["inter"]), values["links"]["per_node"]
                 ),
@@ -135,9 +138,11 @@ class Rehearsal:
         if self.step_peak.holders:
             parts.append(table.holders(self.step_peak.holders))
         if self.messages:
-            parts.append(table.messages(self.messages, self.sent, self.communication_s))
-        elif self.world_size > 1:
+            parts.append(table.messages("a step", self.messages, self.links))
+        elif self.world_size > 1 and not self.exchange:
             parts.append(f"no messages in step {self.steps}, the last one; more: weft.rehearse(..., steps=...)")
+        if self.exchange:
+            parts.append(table.messages("an exchange of local_steps", self.exchange, self.links))
         if self.saved:
             parts.append(f"of a checkpoint, this rank writes {table.size_text(self.saved)}")
         if self.assumed:
@@ -165,8 +170,9 @@ class Difference:
         found: dict[str, int] = {}
         for label, memory in (("at rest", rehearsal.at_rest), ("peak", rehearsal.peak)):
             found |= {f"{label}, {kind}": int(getattr(memory, kind)) for kind in (*KINDS, "total")}
-        for message in rehearsal.messages:
-            name = f"{message.kind} along {message.axis}"
+        every = (*(("", each) for each in rehearsal.messages), *(("exchange: ", each) for each in rehearsal.exchange))
+        for where, message in every:
+            name = f"{where}{message.kind} along {message.axis}"
             found[f"{name}, messages"] = found.get(f"{name}, messages", 0) + message.count
             found[f"{name}, sent"] = found.get(f"{name}, sent", 0) + message.sent
         return {**found, "sent in a step": rehearsal.sent}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -21,10 +22,14 @@ from weft.peers.pretended import Mail
 from weft.rehearsal.messages import Links
 from weft.rehearsal.rehearse import alone, simulated
 from weft.rehearsal.result import Rehearsal
+from weft.rehearsal.simulation.numbers import Endless
 from weft.rehearsal.simulation.observe import Observed, observing
 from weft.rehearsal.simulation.pretended_tensors import Assumed, Simulation
 
 __all__ = ["rehearse_script"]
+
+
+_MOST_CALLS = 5  # of a model in a step, if the program goes on without end; then it is batches that do not
 
 
 class _Enough(BaseException):
@@ -47,7 +52,8 @@ def rehearse_script(
 
     A step begins with the first call of a module, with gradients, after the optimizer has stepped; of several
     optimizers, the one that stepped first counts. When `steps` of them are done, the script is left. Of a script that
-    ends before it begins another one, the last step ends with that of the optimizer.
+    ends before it begins another one, the last step ends with that of the optimizer, and no exchange of `local_steps`
+    follows it.
 
     Changes: what the script changes, such as files that it writes; while it runs, functions of torch, for the whole
     process. Collectives: none.
@@ -71,20 +77,20 @@ def rehearse_script(
     def run(found: Observed, memory: contextlib.AbstractContextManager[Simulation]) -> Simulation:
         with memory as simulation, observing(found, simulation), _as_main(Path(script), arguments, links.per_node):
             found.begin("build")
-            with _until(steps, found) as count:
+            with _until(steps, found) as made:
                 try:
                     runpy.run_path(str(script), run_name="__main__")
                 except SystemExit as end:
                     if end.code not in (None, 0):
                         raise
-                if count() < min(steps, 2):
-                    raise ContextError(
-                        f"rehearse: {script} makes {['no step', 'one step'][count()]}",
-                        found="no optimizer that steps" if count() == 0 else "a script that ends after it",
-                        expected="a script that trains, and at least two steps: what is held is seen between them",
-                        fix=f"python {script}  # does it train?",
-                    )
-                found.end_in_step()
+                except Endless:
+                    if made.calls < _MOST_CALLS:
+                        raise
+                    raise _too_few(script, made.steps, "batch after batch, and the optimizer does not step") from None
+                if made.steps < min(steps, 2):
+                    ends = "a script that ends after it" if made.steps else "no optimizer that steps"
+                    raise _too_few(script, made.steps, ends)
+                found.end_in_step(is_open=made.is_open)
         return simulation
 
     name = " ".join([str(script), *arguments])
@@ -93,33 +99,62 @@ def rehearse_script(
         return simulated(name, run, ranks, mail, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
 
 
+def _too_few(script: str | Path, steps: int, found: str) -> ContextError:
+    return ContextError(
+        f"rehearse: {script} makes {['no step', 'one step'][steps] if steps < 2 else f'{steps} steps'}",
+        found=found,
+        expected="a script that trains, and at least two steps: what is held is seen between them",
+        fix=f"python {script}  # does it train?",
+    )
+
+
+class _Made:
+    """What a script has done so far.
+
+    Attributes:
+        steps: Of the optimizer.
+        is_open: It has begun another one.
+        calls: With gradients, of the module that was called first in that one.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.is_open = False
+        self.calls = 0
+
+
 @contextlib.contextmanager
-def _until(steps: int, found: Observed) -> Iterator[Any]:
-    """Tell steps apart, and leave the body after so many; yields a function that returns how many there were."""
+def _until(steps: int, found: Observed) -> Iterator[_Made]:
+    """Tell steps apart, and leave the body after so many; yields what has been done."""
     leader: weakref.ref[torch.optim.Optimizer] | None = None
-    done, waiting = 0, True
+    first: weakref.ref[nn.Module] | None = None
+    made = _Made()
 
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        nonlocal leader, done, waiting
+        nonlocal leader
         leader = leader or weakref.ref(optimizer)
         if leader() is optimizer:
-            done, waiting = done + 1, True
+            made.steps, made.is_open = made.steps + 1, False
             found.stepped()
 
-    def called(*_: Any) -> None:
-        nonlocal waiting
-        if not waiting or not torch.is_grad_enabled():
+    def called(module: nn.Module, *_: Any) -> None:
+        nonlocal first
+        if not torch.is_grad_enabled():
             return
-        waiting = False
-        if done == steps:
+        if made.is_open:
+            made.calls += first is not None and first() is module
+            return
+        first, made.is_open, made.calls = weakref.ref(module), True, 1
+        if made.steps == steps:
+            found.exchange()
             found.end()
             raise _Enough
-        found.begin(f"step {done + 1}")
+        found.begin(f"step {made.steps + 1}")
 
     handles = [register_optimizer_step_post_hook(stepped), register_module_forward_pre_hook(called)]
     try:
         with contextlib.suppress(_Enough):
-            yield lambda: done
+            yield made
     finally:
         for handle in handles:
             handle.remove()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from weft.rehearsal.memory import KINDS, Holder, Memory
-from weft.rehearsal.messages import Message
+from weft.rehearsal.messages import Links, Message
 
 __all__ = ["columns", "difference", "holders", "memory", "messages", "ranges", "size_text"]
 
@@ -76,12 +76,13 @@ def holders(found: Sequence[Holder]) -> str:
     return "largest at the peak of a step\n" + columns(rows, left=2)
 
 
-def messages(found: Iterable[Message], sent: int, seconds: float) -> str:
-    """The messages of a step, with the bytes that a rank sends and the time of the model."""
-    rows: list[tuple[str, ...]] = [("messages of a step", "axis", "ranks", "count", "whole", "sent")]
+def messages(part: str, found: Sequence[Message], links: Links) -> str:
+    """The messages of a part of the program, with the bytes that a rank sends and the time of the model."""
+    rows: list[tuple[str, ...]] = [(f"messages of {part}", "axis", "ranks", "count", "whole", "sent")]
     rows += [(f"  {m.kind}", m.axis, str(m.ranks), str(m.count), size_text(m.bytes), size_text(m.sent)) for m in found]
+    sent, seconds = sum(m.sent for m in found), sum(map(links.seconds, found))
     model = f"{seconds:.3g} s (a model: alpha-beta, nothing overlaps)"
-    return f"{columns(rows, left=2)}\n  sent in a step: {size_text(sent)}, {model}"
+    return f"{columns(rows, left=2)}\n  sent in {part}: {size_text(sent)}, {model}"
 
 
 def difference(rows: Sequence[tuple[str, int, int]]) -> str:

@@ -17,7 +17,7 @@ from weft.testing.ranks import run_ranks
 
 __all__ = ["assert_rehearsed"]
 
-_Facts = tuple[tuple[Moment, ...], tuple[Message, ...]]
+_Facts = tuple[tuple[Moment, ...], tuple[Message, ...], tuple[Message, ...]]
 
 
 def assert_rehearsed(
@@ -34,8 +34,9 @@ def assert_rehearsed(
     """Rehearse a program, run it on real ranks, and compare.
 
     On every rank, bytes at rest by kind and the messages of a step along each axis, their number and bytes, are equal,
-    and the peaks of steps differ by `peak` at most. In the real run a message is waited for when it is made: how long a
-    thread of gloo then holds it is no matter of the program.
+    and the peaks of steps differ by `peak` at most. With `local_steps`, both end with an exchange, compared too.
+    In the real run a message is waited for when it is made: how long a thread of gloo then holds it is no matter of the
+    program.
 
     Changes: starts processes. Collectives: those of the program.
 
@@ -71,12 +72,15 @@ def assert_rehearsed(
         for rank in (range(ranks) if only is None else only)
     }
     for rank, one in found.items():
-        where, (moments, messages) = f"rank {rank} of {ranks}", real[rank]
+        where, (moments, messages, exchange) = f"rank {rank} of {ranks}", real[rank]
         assert _kinds(one.at_rest) == _kinds(moments[-1].at_rest), (
             f"{where}, bytes at rest: rehearsed {_kinds(one.at_rest)}, real {_kinds(moments[-1].at_rest)}"
         )
         assert _counts(one.messages) == _counts(messages), (
             f"{where}, messages: rehearsed {_counts(one.messages)}, real {_counts(messages)}"
+        )
+        assert _counts(one.exchange) == _counts(exchange), (
+            f"{where}, messages of an exchange: rehearsed {_counts(one.exchange)}, real {_counts(exchange)}"
         )
         for rehearsed, then in zip(one.timeline[1:], moments[1:], strict=True):
             now, real_peak = rehearsed.peak.total, then.peak.total
@@ -90,7 +94,8 @@ def _run(ctx: DistContext, program: Callable[..., Any], args: tuple[Any, ...], s
     found = Observed()
     ctx.mesh  # noqa: B018  (made here, as in a rehearsal)
     observe_steps(lambda ctx: program(ctx, *args), ctx, steps, found, settled)
-    return found.allocations.moments(), found.traffic.of_step(dict(ctx.axes), ctx.local_world_size)
+    place = dict(ctx.axes), ctx.local_world_size
+    return found.allocations.moments(), found.traffic.of_step(*place), found.traffic.of_exchange(*place)
 
 
 def _kinds(memory: Memory) -> dict[str, int]:

@@ -39,7 +39,7 @@ def _in_units(title: str, rows: Mapping[str, Mapping[str, int]]) -> Chart:
 def facts(found: Rehearsed) -> dict[str, str]:
     """What was rehearsed, and what it took for granted."""
     mesh = ", ".join(f"{name}={size}" for name, size in found["mesh"])
-    steps = [each["peak"] for each in found["timeline"] if each["label"].startswith("step")] or [found["peak"]]
+    steps = [each["peak"] for each in found["timeline"] if each["label"] != "build"] or [found["peak"]]
     peak = max(steps, key=_total)
     return {
         "program": found["program"],
@@ -52,8 +52,9 @@ def facts(found: Rehearsed) -> dict[str, str]:
 
 
 def message_rows(found: Rehearsed) -> Iterable[tuple[str, ...]]:
-    """The messages of a step: kind, axis, ranks, count, bytes, bytes sent."""
-    for each in found["messages"]:
+    """The messages of a step, and of an exchange of `local_steps`: kind, axis, ranks, count, bytes, bytes sent."""
+    exchange = [{**each, "kind": f"{each['kind']} (exchange)"} for each in found.get("exchange", ())]
+    for each in (*found["messages"], *exchange):
         whole, sent = (with_unit("bytes", each[name]) for name in ("bytes", "sent"))
         yield each["kind"], each["axis"], f"{each['ranks']:,}", f"{each['count']:,}", whole, sent
 

@@ -65,8 +65,13 @@ class Allocations:
         """The optimizer has stepped."""
         self._stepped = len(self._events)
 
-    def end_in_step(self) -> None:
-        """The last part is over since then; what is live between steps was seen before it."""
+    def end_in_step(self, *, is_open: bool) -> None:
+        """The last part is over since then; what is live between steps was seen before it.
+
+        Args:
+            is_open: The last part began after that, and is none.
+        """
+        del self._parts[len(self._parts) - is_open :]
         self._end, self._ends_in_step = self._stepped, True
 
     def see(self, tensor: torch.Tensor) -> None:

@@ -75,19 +75,29 @@ class Traffic:
     def __init__(self) -> None:
         self._found: list[tuple[str, tuple[int, ...], int]] = []
         self._ranks: dict[str, tuple[int, ...]] = {}
-        self._last_step = 0
+        self._steps = [0]  # the first message of each
         self._stepped = 0
+        self._exchange: int | None = None  # its first message
 
     def begin(self) -> None:
         """From here on a step."""
-        self._last_step = len(self._found)
+        self._steps.append(len(self._found))
+
+    def begin_exchange(self) -> None:
+        """From here on what ranks exchange that step apart."""
+        self._exchange = len(self._found)
 
     def stepped(self) -> None:
         """Here the optimizer has stepped."""
         self._stepped = len(self._found)
 
-    def end_in_step(self) -> None:
-        """What came after that is no part of a step."""
+    def end_in_step(self, *, is_open: bool) -> None:
+        """What came after that is no part of a step.
+
+        Args:
+            is_open: The last step began after that, and is none.
+        """
+        del self._steps[len(self._steps) - is_open :]
         del self._found[self._stepped :]
 
     def note(self, kind: str, group: Any, size: int) -> None:
@@ -122,11 +132,15 @@ class Traffic:
 
     def setup(self, axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
         """Those before the last step."""
-        return _summed(self._found[: self._last_step], axes, per_node)
+        return _summed(self._found[: self._steps[-1]], axes, per_node)
 
     def of_step(self, axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
         """Those of the last step."""
-        return _summed(self._found[self._last_step :], axes, per_node)
+        return _summed(self._found[self._steps[-1] : self._exchange], axes, per_node)
+
+    def of_exchange(self, axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
+        """Those of the exchange, if there was one."""
+        return () if self._exchange is None else _summed(self._found[self._exchange :], axes, per_node)
 
 
 def _summed(found: list[tuple[str, tuple[int, ...], int]], axes: dict[str, int], per_node: int) -> tuple[Message, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import SourceFileLoader
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from weft import torch_internals
+from weft.engines.torch.stepping.local_steps import LocalSteps
 from weft.rehearsal.simulation.allocations import Allocations
 from weft.rehearsal.simulation.messages import Traffic, functional_spaces
 
@@ -32,12 +34,28 @@ class Observed:
     def __init__(self) -> None:
         self.allocations = Allocations()
         self.traffic = Traffic()
+        self._apart: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
 
     def begin(self, label: str) -> None:
         """The next part of the program: "build", "step 1", ..."""
         self.allocations.look_at_modules()
         self.allocations.begin(label)
         self.traffic.begin()
+
+    def look_at_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps: what it keeps, and whether `local_steps` follows its steps."""
+        self.allocations.look_at_optimizer(optimizer)
+        owners = (getattr(hook, "__self__", None) for hook in torch_internals.STEP_POST_HOOKS.of(optimizer).values())
+        self._apart.update(each for each in owners if isinstance(each, LocalSteps) and each.ranks_apart > 1)
+
+    def exchange(self) -> None:
+        """What ranks that step apart exchange now and then, also if the steps that were made did not come to it."""
+        if self._apart:
+            self.allocations.look_at_modules()
+            self.allocations.begin("exchange")
+            self.traffic.begin_exchange()
+        for each in self._apart:
+            each.exchange()
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
@@ -49,10 +67,14 @@ class Observed:
         self.allocations.look_at_modules()
         self.allocations.end()
 
-    def end_in_step(self) -> None:
-        """The program is over, and has let everything go: its last step ended when the optimizer had stepped."""
-        self.allocations.end_in_step()
-        self.traffic.end_in_step()
+    def end_in_step(self, *, is_open: bool) -> None:
+        """The program is over, and has let everything go: its last step ended when the optimizer had stepped.
+
+        Args:
+            is_open: It has begun another one.
+        """
+        self.allocations.end_in_step(is_open=is_open)
+        self.traffic.end_in_step(is_open=is_open)
 
 
 class Observer(torch_internals.dispatch_mode.base):  # type: ignore[misc, name-defined]
@@ -165,7 +187,7 @@ def observing(found: Observed, call: Call = lambda func, args, kwargs: func(*arg
     """Note what the program does that runs inside."""
 
     def look(optimizer: Any, *_: Any) -> None:
-        found.allocations.look_at_optimizer(optimizer)
+        found.look_at_optimizer(optimizer)
 
     handles = [register_optimizer_step_pre_hook(look), register_optimizer_step_post_hook(look)]
     storage: Any = torch.UntypedStorage

@@ -3,8 +3,8 @@
 [Note: values] Tensors that are made without others (`torch.empty`, `randn`, the weights of layers) have shapes and no
 memory. Small ones of integers and booleans have values: indices, sizes, plans, tokens; so do single numbers. What is
 computed from values alone has values, everything else has none; a tensor that had values has none once others wrote
-into it. Reading a number of a tensor without values is an error with the line of the program, unless `assume` answers
-it. Where weft itself reads one, all is finite and in order.
+into it. All numbers are finite: `isnan`, `isinf` and `isfinite` return values. What is read of a tensor without values
+is the answer of `assume`, or one of `Numbers`. Where weft itself reads one, all is in order.
 
 [Note: sizes] What a mask selects has a size that its values decide. Where the mask has values, such as that of padding
 in a batch, it is known; otherwise `assume` says how many there are.
@@ -24,6 +24,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -36,11 +37,24 @@ from weft import torch_internals
 from weft.errors import ContextError
 from weft.rehearsal.simulation.devices import autocast_alike, placed_alike, with_device_alike
 from weft.rehearsal.simulation.lines import place
+from weft.rehearsal.simulation.numbers import Numbers
 
 __all__ = ["Assumed", "Simulation", "without_memory"]
 
 _MOST = 2**22  # elements of a tensor that has values
-_READING = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+_IN_ORDER = "what weft checks is in order: gradients are finite"
+_FORMAT = torch.Tensor.__format__
+_READING = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, _FORMAT)
+_FINITE: Mapping[Any, bool] = MappingProxyType(
+    {
+        torch.isnan: False,
+        torch.Tensor.isnan: False,
+        torch.isinf: False,
+        torch.Tensor.isinf: False,
+        torch.isfinite: True,
+        torch.Tensor.isfinite: True,
+    }
+)
 _SIZED = (
     "empty",
     "zeros",
@@ -69,9 +83,10 @@ class Simulation:
         assumed: What was taken for granted.
     """
 
-    def __init__(self, assume: Assumed) -> None:
+    def __init__(self, assume: Assumed, numbers: Numbers) -> None:
         self.assumed: dict[str, None] = {}
         self._assume = assume
+        self._numbers = numbers
         self._choosing: str | None = None  # the last line that chose without values
         self._overwritten: dict[int, weakref.ref[Any]] = {}  # storages that had values, by address
 
@@ -205,18 +220,23 @@ class Simulation:
                 values = (rows % ways).view(shape).movedim(-1, dim).contiguous()
         return (*others, values) if others else values
 
+    def assume_finite(self) -> None:
+        """The program asks whether numbers are finite, and is told so."""
+        line, _, in_order = place()
+        self.assumed[_IN_ORDER if in_order or not line else f"{line}: numbers are finite"] = None
+
     def read(self, tensor: torch.Tensor, kind: type[float] | None = None) -> Any:
         """A number that the program wants to know."""
         line, _, in_order = place()
         kind = kind or (bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int)
         if in_order or not line:
-            self.assumed["what weft reads is in order: gradients are finite, logged numbers are 0"] = None
+            self.assumed[_IN_ORDER] = None
             return kind(0)
         for key in (line, "values"):
             if key in self._assume:
                 self.assumed[f"{line}: a number that is read is {self._assume[key]}"] = None
                 return kind(self._assume[key])
-        raise _no_values(f"{line} reads a number of {_described(tensor)}", line)
+        return self._numbers.read(line, kind)
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, offs: Any = None, *_: Any, **given: Any) -> torch.Tensor:
@@ -244,13 +264,15 @@ def _aligned(log_probs: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tens
 class _Reads(TorchFunctionMode):
     """Functions that read memory, past all operations."""
 
-    def __init__(self, fake: Any, simulation: Simulation) -> None:
+    def __init__(self, fake: Any, simulation: Simulation, numbers: Numbers) -> None:
         super().__init__()
         self._fake = fake
         self._simulation = simulation
+        self._numbers = numbers
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._numbers.operation()  # where torch's own code does not run: some of it cannot pass on an error
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
             tree, is_fake = torch_internals.tree.found, torch_internals.fake_tensor.holds
             leaves, spec = tree.tree_flatten(args[0])
@@ -258,10 +280,21 @@ class _Reads(TorchFunctionMode):
                 known = [_like(leaf) if is_fake(leaf) else leaf for leaf in leaves]
                 shaped = torch.tensor(tree.tree_unflatten(known, spec), *args[1:], **(kwargs or {}))
                 return self._fake.from_tensor(shaped)
-        if func in _READING and not self._simulation.knows(args[0]):
+        if func in _READING and not self._simulation.knows(args[0]) and (func is not _FORMAT or args[0].dim() == 0):
             return func(self.filled(args[0]), *args[1:], **(kwargs or {}))
         func, args, kwargs = placed_alike(func, args, kwargs or {})
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        return self._mask(out, value=_FINITE[func]) if func in _FINITE else out
+
+    def _mask(self, found: torch.Tensor, *, value: bool) -> torch.Tensor:
+        """What is found of numbers that are finite: of a DTensor that is one number, a plain tensor."""
+        is_plain = type(found) is torch.Tensor or torch_internals.fake_tensor.holds(found)
+        if self._simulation.knows(found) if is_plain else found.dim():
+            return found
+        self._simulation.assume_finite()
+        with torch_internals.without_modes():
+            mask = torch.full((), value).expand(found.shape)
+            return mask.clone() if found.numel() <= _MOST else mask
 
     def filled(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in which all numbers are the one that is read: there is one per rank in what some programs read."""
@@ -296,29 +329,25 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def _unknown_size(func: Any, tensor: torch.Tensor, chosen: str | None, *, can_be_assumed: bool = True) -> ContextError:
-    problem = f"the size of what {func} returns depends on the values of {_described(tensor)}"
-    return _no_values(problem, chosen=chosen, value=str(tensor.numel()) if can_be_assumed else None)
-
-
-def _no_values(problem: str, line: str = "", *, chosen: str | None = None, value: str | None = "1.0") -> ContextError:
-    line = line or place().line
-    key, value, option = (line or "values", value, value) if chosen is None else (chosen, '"balanced"', "balanced")
+    line, number = place().line, tensor.numel()
+    key, value, option = (line or "values", number, number) if chosen is None else (chosen, '"balanced"', "balanced")
     answer = f'weft.rehearse(..., assume={{"{key}": {value}}}), or --assume {key}={option}'
-    if value is None:
+    if not can_be_assumed:
         answer = "sizes from small tensors of integers, which have values: of a loader, or torch.tensor(lengths)"
     return ContextError(
-        "rehearse: tensors have shapes but no values, and the program reads a value",
-        found=problem + (f", at {line}" if line and line not in problem else ""),
-        expected="a step that does not depend on values",
+        "rehearse: tensors have shapes but no values, and the program makes one whose size depends on values",
+        found=f"the size of what {func} returns depends on the values of {_described(tensor)}"
+        + (f", at {line}" if line else ""),
+        expected="sizes that do not depend on values",
         fix=answer,
     )
 
 
 @contextlib.contextmanager
-def without_memory(assume: Assumed) -> Iterator[Simulation]:
+def without_memory(assume: Assumed, numbers: Numbers) -> Iterator[Simulation]:
     """Let tensors have no memory inside."""
     fake = torch_internals.fake_mode(allow_non_fake_inputs=True)
-    simulation = Simulation(assume)
+    simulation = Simulation(assume, numbers)
     memo: weakref.WeakKeyDictionary[nn.Parameter, nn.Parameter] = weakref.WeakKeyDictionary()
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
@@ -332,7 +361,7 @@ def without_memory(assume: Assumed) -> Iterator[Simulation]:
 
     fake_class: Any = torch_internals.fake_tensor.found
     fake_class.data_ptr, fake_class.__deepcopy__, fake_class.__reduce_ex__ = _address, _copied, _pickled
-    reads = _Reads(fake, simulation)
+    reads = _Reads(fake, simulation, numbers)
     to_list, fake_class.tolist = fake_class.tolist, lambda each: reads.filled(each).tolist()
     mode: Any = torch_internals.fake_mode.found
     converter: Any = fake.fake_tensor_converter.meta_converter

@@ -152,6 +152,11 @@ class LocalSteps:
             if self._steps % every == number * every // fragments:
                 self._exchange(number)
 
+    def exchange(self) -> None:
+        """Bring all parameters together again, whichever step it is: for a rehearsal, which makes few."""
+        for number in range(self._options.fragments):
+            self._exchange(number)
+
     @torch.no_grad()
     def _exchange(self, number: int) -> None:
         """Bring one fragment of the parameters together again."""
