@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ def _losses(library, ranks, folder):
     """What a program leaves in a folder of its own: the losses of each rank."""
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"needs {library}")
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     program = f"ranks = {ranks}\n{PROGRAMS[library]}"
     (folder / "program.py").write_text(program if library == "ray" else program + WRITE)
     launch = ["-m", "weft", "launch", "-n", str(ranks)] if library == "transformers" else []
@@ -33,7 +34,8 @@ def _losses(library, ranks, folder):
     assert done.returncode == 0, done.stdout + done.stderr
     if library == "ray":
         return [[json.loads(line)["loss"] for line in (folder / "run" / "log.jsonl").read_text().splitlines()]]
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("losses-*.json"))]
+    left = sorted(folder.glob("losses-*.json"))
+    return [(json.loads(path.read_text()), path.unlink())[0] for path in left]
 
 
 def test_the_page_has_a_program_for_each_trainer():
@@ -48,3 +50,15 @@ def test_losses_are_the_same_on_one_rank_and_on_two(library, tmp_path):
     assert len(two) == (1 if library == "ray" else 2) and len(one) >= 3 and one[-1] < one[0]
     for losses in two:
         assert losses == pytest.approx(one, rel=1e-4, abs=1e-6)  # float32, a few steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_a_trainer_resumes_in_the_middle_of_an_epoch_on_another_number_of_ranks(library, tmp_path):
+    whole, _ = _losses(library, 2, tmp_path / "run")
+    if library == "transformers":  # as if killed before its last checkpoints; Lightning's only one is that of step 9
+        shutil.rmtree(tmp_path / "run" / "trainer" / "checkpoint-6")
+        shutil.rmtree(tmp_path / "run" / "run" / "step-00000006")
+    (resumed,) = _losses(library, 1, tmp_path / "run")
+    assert len(resumed) == (6 if library == "transformers" else 3)  # Trainer keeps the losses of before
+    assert resumed == pytest.approx(whole[-len(resumed) :], rel=1e-4, abs=1e-6)
