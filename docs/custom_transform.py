@@ -1,6 +1,6 @@
 """A transform of your own: sum the gradients of all ranks instead of averaging them.
 
-Only public names are used, and every law of `weft.testing.laws` holds (tests/laws/table.py).
+Only public names are used, and every law of `weft.testing.laws` holds.
 """
 
 from typing import TypeVar
@@ -14,15 +14,21 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 class SumOverRanks:
-    """Offers `GradSync`: later transforms tell it where a window begins and ends, and divide by `mean_over`."""
+    """Offers `GradSync`: later transforms say where a window begins and ends.
+
+    They divide by `mean_over`.
+    """
 
     mean_over = 1  # a sum: nothing is averaged
 
     def __init__(self, module: torch.nn.Module, ctx: weft.DistContext) -> None:
         self.group, self.waits = ctx.group, False
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.waiting: dict[int, torch.Tensor] = {}  # gradients of micro-batches before the last
-        self.hooks = [p.register_hook(self.reduce_of(i)) for i, p in enumerate(self.parameters)]
+        # gradients of micro-batches before the last
+        self.waiting: dict[int, torch.Tensor] = {}
+        self.hooks = [
+            p.register_hook(self.reduce_of(i)) for i, p in enumerate(self.parameters)
+        ]
 
     def reduce_of(self, index: int):
         def reduce(gradient: torch.Tensor) -> torch.Tensor:
@@ -45,8 +51,10 @@ class SumOverRanks:
         self.waits = False
         if left:
             self.waiting.clear()
-        for index in list(self.waiting):  # the last micro-batch was skipped, on all ranks
-            self.parameters[index].grad += self.reduce_of(index)(torch.zeros_like(self.parameters[index]))
+        # the last micro-batch was skipped, on all ranks
+        for index in list(self.waiting):
+            parameter = self.parameters[index]
+            parameter.grad += self.reduce_of(index)(torch.zeros_like(parameter))
 
     def undo(self) -> None:
         for hook in self.hooks:
@@ -61,7 +69,9 @@ class SumOverRanks:
 )
 def sum_gradients(module: M, ctx: weft.DistContext) -> tuple[M, weft.DistContext]:
     """Sum the gradients of all ranks; every rank starts from rank 0's parameters."""
-    ctx.agree("sum_gradients", {"parameters": sum(p.numel() for p in module.parameters())})
+    ctx.agree(
+        "sum_gradients", {"parameters": sum(p.numel() for p in module.parameters())}
+    )
     if ctx.world_size == 1:
         return module, ctx
     for tensor in (*module.parameters(), *module.buffers()):

@@ -19,12 +19,14 @@ def spirals(count: int = 1500, arms: int = 3) -> TensorDataset:
     radius = torch.linspace(0.05, 1.0, count)
     angle = 4.0 * radius + 2 * torch.pi / arms * arm
     points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
-    return TensorDataset(points + 0.03 * torch.randn(count, 2, generator=torch.Generator().manual_seed(0)), arm)
+    noise = 0.03 * torch.randn(count, 2, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(points + noise, arm)
 
 
 def main(ctx: weft.DistContext) -> None:  # new
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    layers = nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)
+    model = nn.Sequential(*layers)
     loader: DataLoader[tuple[Tensor, ...]] = DataLoader(spirals(), batch_size=60, shuffle=True)
     loader, ctx = weft.shard_data(loader, ctx, mode="split")  # new
     model, ctx = weft.replicate(model, ctx)  # new

@@ -118,7 +118,7 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
     events = monitoring.tensorboard(options.out, purge_step=done + 1, flush_s=0)  # no checkpoint is ahead of the log
     resumed = options.resume or ctx.attempt > 0  # else the lines of an earlier run stay
     trackers = [events, monitoring.jsonl(options.out / "log.jsonl", purge_step=done + 1 if resumed else None)]
-    monitoring.log_start(done, ctx, trackers, settings=vars(options))  # for the report
+    monitoring.log_start(done, ctx, trackers, steps=options.steps, settings=vars(options))  # for the report
     first = evaluate(model, held_out, ctx)
     speed = weft.monitoring.throughput(ctx)
     left = itertools.islice(speed.timed(endless(windows)), options.steps - done)

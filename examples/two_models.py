@@ -29,8 +29,8 @@ def net(inputs: int, outputs: int) -> nn.Sequential:
 
 def main(ctx: weft.DistContext) -> None:
     torch.manual_seed(0)
-    loader: DataLoader[tuple[Tensor, ...]] = DataLoader(ring(), batch_size=128, shuffle=True, drop_last=True)
-    loader, ctx = weft.shard_data(loader, ctx, mode="split")
+    data: DataLoader[tuple[Tensor, ...]] = DataLoader(ring(), batch_size=128, shuffle=True, drop_last=True)
+    loader, ctx = weft.shard_data(data, ctx, mode="split", with_ids=True)
 
     generator, ctx = weft.with_precision(net(4, 2), ctx, "fp16")
     generator, ctx = weft.replicate(generator, ctx)
@@ -39,11 +39,10 @@ def main(ctx: weft.DistContext) -> None:
     generator_optimizer, ctx = weft.skip_nonfinite(torch.optim.Adam(generator.parameters(), lr=2e-3), ctx)
     judge_optimizer, ctx = weft.skip_nonfinite(torch.optim.Adam(judge.parameters(), lr=2e-3), ctx)
 
-    draw = torch.Generator().manual_seed(ctx.rank)  # each rank its own noise
     for epoch in range(8):
         losses = torch.zeros(2, device=ctx.device)
-        for (real,) in loader:
-            noise = torch.randn(len(real), 4, generator=draw).to(ctx.device)
+        for (real,), rows in loader:  # the noise of a row is the same on any number of ranks
+            noise = 2 * weft.rng.keyed_uniform(rows.ids, seed=ctx.seed, epoch=rows.epoch, shape=(4,)) - 1
             verdicts = judge(torch.cat([real, generator(noise).detach()]))
             truth = torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)]).to(ctx.device)
             judge_loss = binary_cross_entropy_with_logits(verdicts, truth)

@@ -1,12 +1,14 @@
-"""ZeRO with DeepSpeed: everything divided among the ranks, the optimizer's state in the memory of the CPU.
+"""ZeRO with DeepSpeed: all divided among the ranks, the optimizer's state in CPU memory.
 
-Needs the extra: DS_BUILD_OPS=0 pip install 'torchweft[deepspeed]'. Gradients and weights lie in pieces, so norms,
-gradients and weights are asked of weft.
+Needs the extra: DS_BUILD_OPS=0 pip install 'torchweft[deepspeed]'. Gradients and weights
+lie in pieces, so norms, gradients and weights are asked of weft.
 
 Differs from base_loop.py in the lines marked `new`.
 
     weft launch -n 2 examples/zero_offload.py
 """
+
+from functools import partial  # new
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +24,20 @@ def spirals(count: int = 1500, arms: int = 3) -> TensorDataset:
     radius = torch.linspace(0.05, 1.0, count)
     angle = 4.0 * radius + 2 * torch.pi / arms * arm
     points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
-    return TensorDataset(points + 0.03 * torch.randn(count, 2, generator=torch.Generator().manual_seed(0)), arm)
+    noise = 0.03 * torch.randn(count, 2, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(points + noise, arm)
 
 
 def main(ctx: weft.DistContext) -> None:  # new
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    layers = nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)
+    model = nn.Sequential(*layers)
     loader: DataLoader[tuple[Tensor, ...]] = DataLoader(spirals(), batch_size=60, shuffle=True)
     loader, ctx = weft.shard_data(loader, ctx, mode="split")  # new
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     cpu = "cpu" if ctx.world_size > 1 else None  # new
-    model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=3, engine="deepspeed", offload=cpu)  # new
+    zero = partial(weft.zero_partition, stage=3, engine="deepspeed", offload=cpu)  # new
+    model, optimizer, ctx = zero(model, optimizer, ctx)  # new
     largest = 0.0  # new
 
     for epoch in range(8):
@@ -40,7 +45,8 @@ def main(ctx: weft.DistContext) -> None:  # new
         for x, y in loader:
             loss = cross_entropy(model(x), y)
             (loss * loader.share).backward()  # new
-            largest = max(largest, *(g.abs().max().item() for g in weft.full_grads(model, ctx).values()))  # new
+            grads = weft.full_grads(model, ctx).values()  # new
+            largest = max(largest, *(g.abs().max().item() for g in grads))  # new
             weft.clip_grads(model, ctx, max_norm=1.0)  # new
             optimizer.step()
             optimizer.zero_grad()

@@ -7,6 +7,7 @@ A library's names stand in one file: `weft.torch_internals`, `weft.engines.deeps
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -47,7 +48,7 @@ class Library(NamedTuple):
 
 
 class _Name:
-    __slots__ = ("_instead", "_library", "_use", "_where", "since", "spelling", "until")
+    __slots__ = ("_instead", "_library", "_where", "since", "spelling", "until", "use")
 
     def __init__(
         self, library: Library, where: str, name: str, use: str, since: str = "", until: str = "", instead: str = ""
@@ -64,11 +65,17 @@ class _Name:
             instead: What takes its place then.
         """
         self.since, self.until = since, until
-        self.spelling = name
-        self._library, self._where, self._use, self._instead = library, where, use, instead
+        self.spelling, self.use = name, use
+        self._library, self._where, self._instead = library, where, instead
 
     def __repr__(self) -> str:
         return f"{self._where.replace(':', '.')}.{self.spelling}"
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the installed version is one that has it, as `since` and `until` say."""
+        here, since, until = map(_major_and_minor, (self._library.version(), self.since, self.until))
+        return since <= here and (not until or here < until)
 
     def _home(self) -> Any:
         module, _, cls = self._where.partition(":")
@@ -80,7 +87,7 @@ class _Name:
     def _raise(self, error: Exception | None = None) -> NoReturn:
         there = [f"since {self.since}"] * bool(self.since) + [f"before {self.until}"] * bool(self.until)
         raise self._library.error(
-            f"lacks a name that {self._use} needs",
+            f"lacks a name that {self.use} needs",
             f"no {self!r}" + (f", which {self._instead} has replaced" if self._instead else ""),
             f" (it has the name {' and '.join(there)})" if there else "",
         ) from error
@@ -230,6 +237,10 @@ class Attribute(_Name):
         if not hasattr(owner, self.spelling):
             self._raise()
         setattr(owner, self.spelling, value)
+
+
+def _major_and_minor(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def _has(home: Any, name: str) -> bool:

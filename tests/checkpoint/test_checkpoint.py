@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 
 import numpy as np
 import pytest
@@ -185,6 +185,61 @@ def test_reading_the_state_changes_nothing(tmp_path):
     assert (random_before[2] == np.random.get_state()[1]).all()
     weft.restore(state, tmp_path, ctx)
     assert not optimizer.state
+
+
+def _kept(ctx, folder, saves):
+    """Containers before a save, or after a restore."""
+    best, losses = ({"best": 0.5, "at": (3, "x")}, [1.0, 2.5]) if saves else ({"best": 9.0, "more": 1}, [])
+    recent = deque([4, 5, 6] if saves else [], maxlen=3)
+    seen = defaultdict(int, a=2) if saves else defaultdict(int, a=7, b=1)
+    objects = {"best": best, "losses": losses, "recent": recent, "seen": seen, "count": Counter(seen)}
+    state, ctx = weft.checkpointable({"model": nn.Linear(2, 2), **objects}, ctx)
+    if saves:
+        weft.save(state, folder, 1, ctx)
+    else:
+        weft.restore(state, folder, ctx)
+    return objects
+
+
+@pytest.mark.parametrize(("saved_by", "restored_by"), [(1, 4), (2, 1), (4, 2)])
+def test_dicts_and_lists_are_filled_in_place(tmp_path, saved_by, restored_by):
+    saved = run_ranks(_kept, saved_by, tmp_path, saves=True)
+    for objects in run_ranks(_kept, restored_by, tmp_path, saves=False):
+        assert objects == saved[0]
+        assert [type(value) for value in objects.values()] == [type(value) for value in saved[0].values()]
+        assert objects["recent"].maxlen == 3
+
+
+def test_what_a_dict_cannot_keep_is_refused_at_once_and_ranks_may_not_differ(tmp_path):
+    with pytest.raises(TypeError, match=r"progress/best/0 cannot be saved\n  found: +Linear"):
+        weft.checkpointable({"progress": {"best": [nn.Linear(1, 1)]}}, weft.local())
+
+    def differs(ctx):
+        state, ctx = weft.checkpointable({"progress": {"best": float(ctx.rank)}}, ctx)
+        with pytest.raises((CheckpointError, PeerError), match="differs between the ranks(.|\n)*progress"):
+            weft.save(state, tmp_path, 1, ctx)
+
+    run_ranks(differs, 2)
+
+
+def test_a_restore_that_fails_leaves_dicts_as_they_were(tmp_path):
+    class Unwilling(Box):
+        def load_state_dict(self, state):
+            if state["value"] == 1:
+                raise ValueError("no")
+
+    state, ctx = _local({"progress": {"best": 1.0}, "box": Box(1)})
+    weft.save(state, tmp_path, 1, ctx)
+    progress = {"best": 2.0, "more": 3}
+    state, ctx = _local({"progress": progress, "box": Unwilling()})
+    with pytest.raises(CheckpointError, match="box could not load its state"):
+        weft.restore(state, tmp_path, ctx)
+    assert progress == {"best": 2.0, "more": 3}
+    state, ctx = _local({"progress": [1]})
+    with pytest.raises(
+        CheckpointError, match=r"progress could not load its state(.|\n)*a list cannot take the values of"
+    ):
+        weft.restore(state, tmp_path, ctx, strict=False)
 
 
 # -- what comes back ---------------------------------------------------------------------------------

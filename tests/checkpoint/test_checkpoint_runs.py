@@ -1,5 +1,6 @@
 """Which checkpoints of a directory belong to a run: what is saved, kept, passed over, set aside, or refused."""
 
+import dataclasses
 import importlib
 import itertools
 import os
@@ -19,7 +20,7 @@ from weft.checkpoint.format.manifest import read_manifest
 from weft.checkpoint.storage.directory import Directory
 from weft.checkpoint.storage.find import place as find_place
 from weft.checkpoint.storage.find import storage_of
-from weft.errors import CheckpointError, PeerError
+from weft.errors import CheckpointError, ContextError, PeerError
 from weft.testing import run_ranks
 
 restoring = importlib.import_module("weft.checkpoint.restore")
@@ -80,6 +81,49 @@ def test_two_runs_do_not_mix_in_one_directory(tmp_path, how):
         CheckpointError, match=r"another job of this run saves into .*\n.*: step-00000104\n(.|\n)*fix: "
     ):
         weft.save(state, tmp_path, 50, ctx)
+
+
+@pytest.mark.parametrize("how", [weft.save, weft.save_async])
+@pytest.mark.parametrize("step", [1, 101, 200])
+def test_a_fresh_run_renames_checkpoints_of_others_and_nothing_of_its_own(tmp_path, how, step):
+    _saved(tmp_path, [101, 102, 103])
+    state, ctx = _job()
+    for more in range(2):
+        saved = how(state, tmp_path, step + more, ctx, fresh=True)
+    if how is weft.save_async:
+        saved.wait()
+    assert _names(tmp_path) == [f"step-{step + more:08}" for more in range(2)]
+    assert sorted(path.name for path in tmp_path.glob("*.discarded")) == [
+        f"step-0000010{n}.discarded" for n in (1, 2, 3)
+    ]
+    assert len({read_manifest(path).run for path in folders(tmp_path)}) == 1
+    (tmp_path / "step-00000103.discarded").rename(tmp_path / "step-00000103")
+    with pytest.raises(CheckpointError, match=r"another run\n  found: +step-00000103\n(.|\n)*end one of the two jobs"):
+        weft.save(state, tmp_path, step + 2, ctx, fresh=True)  # not there when this job came
+
+
+def test_fresh_has_no_effect_after_a_restore_and_in_a_job_started_again(tmp_path):
+    _saved(tmp_path, [101, 102])
+    state, ctx = _job()
+    weft.restore(state, tmp_path, ctx)
+    weft.save(state, tmp_path, 103, ctx, fresh=True)
+    assert _names(tmp_path) == ["step-00000101", "step-00000102", "step-00000103"]
+    state, ctx = _job()
+    again = dataclasses.replace(ctx, attempt=1)
+    with pytest.raises(CheckpointError, match="another run"):
+        weft.save(state, tmp_path, 1, again, fresh=True)
+
+
+def test_ranks_agree_on_fresh(tmp_path):
+    def saves(ctx, folder):
+        state = weft.checkpointable({"box": Box()}, ctx)[0]
+        with pytest.raises((ContextError, PeerError), match="fresh"):
+            weft.save(state, folder, 1, ctx, fresh=ctx.is_main)
+        weft.save(state, folder, 1, ctx, fresh=True)
+
+    _saved(tmp_path, [7])
+    run_ranks(saves, 2, tmp_path)
+    assert _names(tmp_path) == ["step-00000001"]
 
 
 def test_a_run_saves_into_several_directories_and_goes_on_in_each(tmp_path):

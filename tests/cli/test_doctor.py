@@ -1,28 +1,37 @@
 """`weft doctor`: a verdict for each check, and the name of the one that fails."""
 
+import importlib.metadata
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+import tomllib
+import types
+from pathlib import Path
 
 import pytest
 import torch
 
 import weft.cli
 from weft.cli.doctor import (
+    _EXTRAS,
     _NEXT,
     Verdict,
     _devices,
     _disk,
     _versions,
     check_environment,
+    check_extras,
     check_nccl,
     check_network,
+    check_private_names,
     numa_nodes,
 )
 from weft.cli.rank_checks import CHECKS
-from weft.version import newer_torch
+from weft.private_names import Attribute, Library, Private
+from weft.version import TESTED_TORCH, newer_torch
 
 
 def _doctor(*arguments, **variables):
@@ -36,7 +45,7 @@ def test_all_is_well_here(tmp_path):
     done = _doctor("--folder", str(tmp_path / "shared"), "--limit-s", "80")
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines[-1] == "weft doctor: all is well", done.stdout
-    names = ["versions", "devices", "environment", "network", "disk", *_NEXT]
+    names = ["versions", "private names", "extras", "devices", "environment", "network", "disk", *_NEXT]
     assert [line[6:24].strip() for line in lines[:-1] if line[0] != " "] == names
     assert "2 ranks on" in done.stdout and list((tmp_path / "shared").iterdir()) == []
 
@@ -101,17 +110,40 @@ def test_whether_the_first_node_can_be_reached():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-        assert "nobody listens" in check_network(f"127.0.0.1:{port}").text
+        assert "nobody listens" in next(check_network(f"127.0.0.1:{port}", {})).text
         server.listen()
-        assert check_network(f"127.0.0.1:{port}").state == "ok"
+        assert next(check_network(f"127.0.0.1:{port}", {})).state == "ok"
     for wrong in ("no-such-host.invalid:29500", "127.0.0.1:port", "127.0.0.1:999999"):
-        found = check_network(wrong)
+        found = next(check_network(wrong, {}))
         assert found.state == "FAIL" and wrong in found.text and "SOCKET_IFNAME" in found.step
 
 
 def test_a_name_without_an_address_is_noted(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert check_network(None).state == "note" and "/etc/hosts" in check_network(None).step
+    (found,) = check_network(None, {})
+    assert found.state == "note" and "/etc/hosts" in found.step
+
+
+def test_a_name_with_a_loopback_address_is_enough_for_one_node_only(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    (found,) = check_network(None, {})
+    assert found.state == "note" and "localhost is 127.0.0.1" in found.text and "enough for one node" in found.text
+    assert found.step.startswith("for several nodes: export GLOO_SOCKET_IFNAME=")
+    place = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    several = {**place, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
+    (found,) = check_network(None, several)
+    assert found.state == "FAIL" and "other nodes cannot reach it" in found.text
+    (found,) = check_network(None, {**several, "GLOO_SOCKET_IFNAME": "eth0"})
+    assert found.state == "ok" and "GLOO_SOCKET_IFNAME=eth0" in found.text
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: socket.socket())
+    assert [one.state for one in check_network("192.0.2.1:29500", {})] == ["ok", "FAIL"]
+    assert [one.state for one in check_network("127.0.0.1:29500", {})] == ["ok", "note"]
+
+
+def test_a_name_with_an_address_of_a_network_is_right(monkeypatch):
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "10.0.0.7")
+    (found,) = check_network(None, {})
+    assert found.state == "ok" and "is 10.0.0.7" in found.text
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
@@ -125,9 +157,43 @@ def test_an_old_torch_is_named(monkeypatch):
     assert _versions().state == "FAIL" and _versions().step == "pip install 'torch>=2.9'"
 
 
-def test_a_torch_newer_than_the_tested_ones_is_noted(monkeypatch):
+def test_a_torch_that_is_not_tested_is_noted(monkeypatch):
     monkeypatch.setattr("torch.__version__", "99.0.0+cpu")
     assert _versions().state == "note" and _versions().step == newer_torch("99.0.0+cpu")
+    monkeypatch.setattr("torch.__version__", "2.11.0+cpu")
+    assert _versions().state == "note" and ", ".join(TESTED_TORCH) in _versions().step
+    monkeypatch.setattr("torch.__version__", f"{TESTED_TORCH[1]}+cu128")
+    assert _versions().state == "ok" and "with which weft is tested" in _versions().text
+
+
+def test_private_names_that_torch_lacks_are_named(monkeypatch):
+    found = check_private_names()
+    assert found.state == "ok" and re.fullmatch(r"torch has all \d{3} that weft uses", found.text)
+    library = Library("torch", lambda: "2.13.0+cpu", TESTED_TORCH)
+    table = types.SimpleNamespace(
+        there=Private(library, "torch", "Tensor", "all"),
+        gone=(Attribute(library, "torch:Tensor", "_no_such", "replicate"),),
+        later=Private(library, "torch", "_not_yet", "undo", since="2.14"),
+        earlier=Private(library, "torch", "_no_more", "undo", until="2.13"),
+    )
+    found = check_private_names(table)
+    assert found.state == "FAIL" and found.text == "torch lacks torch.Tensor._no_such (for replicate)"
+    assert found.step.startswith(f"pip install 'torch=={TESTED_TORCH[-1]}'")
+
+
+def test_extras_are_those_of_the_package_and_told_with_their_versions():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = {
+        extra: tuple(name for text in packages if (name := re.split(r"[\[<>=~ ]", text)[0]) != "torch")
+        for extra, packages in project["optional-dependencies"].items()
+        if extra not in ("bench", "docs", "examples", "test")
+    }
+    assert dict(_EXTRAS) == dict(sorted(extras.items()))
+    version = importlib.metadata.version("plotly")
+    found = check_extras({"report": ("plotly",), "half": ("plotly", "no-such-package"), "none": ("no-such-package",)})
+    assert found.line() == f"ok    {'extras':<18} report (plotly {version}); not installed: half, none"
+    assert check_extras({"none": ("no-such-package",)}).text == "none; not installed: none"
+    assert "report (plotly" in check_extras().text
 
 
 @pytest.mark.parametrize(("devices", "given", "ranks"), [(0, [], 2), (1, [], 1), (8, [], 2), (1, ["-n", "4"], 4)])

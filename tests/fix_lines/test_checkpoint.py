@@ -69,9 +69,9 @@ def test_objects(tmp_path):
             weft.checkpointable(objects, ctx)
         it.run(model=model, optimizer=optimizer, ctx=ctx)
     with told("checkpoint/state/collect.py", "objects without state_dict") as it:
-        weft.checkpointable({"model": model, "meter": object(), "step": 3}, ctx)
-    assert it.fix.endswith("the step is an argument of weft.save")
-    state, ctx = _state(model=model, meter=Box())
+        weft.checkpointable({"model": model, "meter": object(), "best": 0.0}, ctx)
+    assert it.fix == 'put numbers into a dict, {"best": 0.0}, which restore fills; or give the class both methods'
+    state, ctx = _state(model=model, meter=Box(), progress={"best": 0.0})
     weft.save(state, tmp_path, 3, ctx)
     with told("checkpoint/state/collect.py", "cannot be called") as it:
         weft.checkpointable({"model": model}, ctx, before="eval")
@@ -216,8 +216,17 @@ def test_directories_of_other_runs(tmp_path):
         weft.save(state, tmp_path / "a", 11, ctx)
     weft.save(state, tmp_path / "b", 11, ctx)
     state, ctx = _state()
+    assert it.fix.endswith("weft.save(..., fresh=True)")
+    anew = shutil.copytree(tmp_path / "a", tmp_path / "anew")
+    weft.save(state, anew, 11, ctx, fresh=True)
+    state, ctx = _state()
     it.run(**names, state=state, ctx=ctx)
     weft.save(state, tmp_path / "a", 11, ctx)
+    shutil.copytree(tmp_path / "b" / "step-00000011", tmp_path / "a" / "step-00000013")
+    with told("checkpoint/history.py", "checkpoints of another run") as it:
+        weft.save(state, tmp_path / "a", 12, ctx)
+    assert it.fix == "end one of the two jobs; or save into another directory"
+    shutil.rmtree(tmp_path / "a" / "step-00000013")
     with told("checkpoint/history.py", "another job of this run") as it:
         weft.save(saved, tmp_path / "a", 12, its)
     assert it.fix == "end one of the two jobs; or save into another directory"

@@ -188,6 +188,9 @@ def test_meshes_and_axes():
     with told("context/settings.py", "names axes that are not in the mesh") as it:
         weft.start(mesh={"a": 1, "b": 1}, data_axes=["c"], device="cpu")
     weft.start(mesh={"a": 1, "b": 1}, data_axes=it.run()["data_axes"], device="cpu")
+    with told("context/settings.py", "names axes that are not in the mesh") as it:
+        weft.start(mesh={"a": 1}, data_axes="a", device="cpu")
+    weft.start(mesh={"a": 1}, data_axes=it.run()["data_axes"], device="cpu")
     with told("context/rank_facts.py", "is not an axis of this context") as it:
         fake(0, 2).on("tensor")
     start, axis = it.fix.split(", or axis=")

@@ -340,6 +340,24 @@ def _notes(ctx):
     _as_one(model, Through(), *_data())
 
 
+def _own_batches(ctx):
+    with told("engines/torch/pipeline/row_probe.py", "different batches") as it:
+        model, _ = weft.pipeline(Through(), ctx, loss=mse_loss, micro_batches=4)
+        x, y = _data()
+        model(x + ctx.rank, y)
+    loader = DataLoader(TensorDataset(*_data()), batch_size=8)
+    names = {"weft": weft, "loader": loader, "ctx": ctx}
+    exec(it.fix, names)
+    model, _ = weft.pipeline(Through(), ctx, loss=mse_loss, micro_batches=4)
+    for batch in names["loader"]:
+        _as_one(model, Through(), *batch)
+
+
+@pytest.mark.slow
+def test_batches_that_differ_along_the_stages():
+    run_ranks(_own_batches, 2, mesh={"pipeline": 2})
+
+
 @pytest.mark.slow
 def test_what_goes_past_the_arguments():
     run_ranks(_notes, 2, mesh={"pipeline": 2})

@@ -354,11 +354,12 @@ def test_sequences_split_of_attention_by_hand():
 # -- expert_parallel ---------------------------------------------------------------------------------
 
 
-def test_experts_along_an_axis_of_one_batch():
-    its, mesh = [], {"data": 1, "expert": 2}
+@pytest.mark.parametrize(("mesh", "data"), [({"data": 1, "expert": 2}, ("data",)), ({"expert": 2}, ())])
+def test_experts_along_an_axis_of_one_batch(mesh, data):
+    its = []
 
     def mistake(ctx):
-        ctx = weft.start(mesh=mesh, data_axes=("data",))
+        ctx = weft.start(mesh=mesh, data_axes=data)
         with told("transforms/expert_parallel.py", "batches are the same along") as it:
             weft.expert_parallel(ListedLayer(), ctx)
         its.append(filled(it, "mesh=...", "mesh=mesh"))

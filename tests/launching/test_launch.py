@@ -174,6 +174,28 @@ def test_a_script_sees_what_python_would_show_it(tmp_path):
         assert found["omp"] == str(found["threads"]) == str(max((os.cpu_count() or 1) // 2, 1))
 
 
+EXITS = """
+import atexit, pathlib, sys
+import weft
+
+ctx = weft.start()
+atexit.register(lambda: pathlib.Path(f"{sys.argv[1]}-{ctx.rank}").write_text(str(ctx.world_size)))
+if sys.argv[1] == "raises":
+    raise ValueError("its own error")
+sys.exit({"ends": 0, "exits": 3}[sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("ends", 0), ("exits", 3), ("raises", 1)])
+def test_functions_of_atexit_are_called(tmp_path, how, code):
+    _write(tmp_path, "train.py", EXITS)
+    done = _launch("-n", 2, "train.py", how, folder=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert ("its own error" in done.stderr) == (how == "raises")
+    left = [path.read_text() for path in tmp_path.glob(f"{how}-*")]
+    assert left == ["2"] * len(left) and left and (len(left) == 2 or code)  # a failure ends the other rank
+
+
 MODULE = """
 import os, pathlib, sys
 from .part import VALUE

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -582,6 +583,23 @@ def test_progress_of_a_run_that_goes_on_counts_from_what_is_done():
     out = _Terminal()
     assert list(weft.progress(iter("ab"), weft.local(), total=5, done=3, title="epoch", file=out)) == ["a", "b"]
     assert "5/5" in out.getvalue()
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.5, "2 steps/s, 0:00:02 left"), (2.0, "2 s per step, 0:00:08 left")])
+def test_progress_shows_speed_and_time_left(monkeypatch, seconds, words):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    speed = words.partition(",")[0]
+    lines, bar, endless = io.StringIO(), _Terminal(), io.StringIO()
+    for out in (lines, bar):
+        for step in weft.progress(range(10), weft.local(), done=10, every_s=0, file=out):
+            now[0] += 7.0 if step == 0 else seconds  # the first step compiles
+    found = lines.getvalue().splitlines()
+    assert found[0] == "step: 11 of 20" and found[5] == f"step: 16 of 20, {words}"
+    assert found[-1] == f"step: 20 of 20, {speed}" and speed in bar.getvalue() and "20/20" in bar.getvalue()
+    for _ in weft.progress(iter("abcd"), weft.local(), every_s=0, file=endless):
+        now[0] += seconds
+    assert endless.getvalue().endswith(f"step: 4, {speed}\n")  # no end is known
 
 
 def test_what_is_printed_beside_a_bar_goes_where_it_went(capsys):

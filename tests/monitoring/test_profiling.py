@@ -13,6 +13,7 @@ from torch import nn
 import weft
 from weft import monitoring
 from weft.errors import ContextError
+from weft.monitoring.throughput import _memory
 from weft.testing import RanksFailed, run_ranks
 
 # -- traces -------------------------------------------------------------------------------------------------
@@ -103,6 +104,13 @@ def _slow(clock, seconds, items):
     for item in items:
         clock.passes(seconds)
         yield item
+
+
+def test_of_many_ranks_the_highest_and_the_lowest_memory_are_told_with_their_ranks():
+    assert _memory([2.0, 1.0]) == {"memory_bytes/rank_0": 2.0, "memory_bytes/rank_1": 1.0}
+    assert _memory([*map(float, range(5, 38)), 4.0]) == {
+        "memory_bytes/max": 37.0, "memory_bytes/min": 4.0, "memory_rank/max": 32.0, "memory_rank/min": 33.0,
+    }  # fmt: skip
 
 
 def test_speed_is_exact_by_a_clock():

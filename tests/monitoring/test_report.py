@@ -93,7 +93,8 @@ def test_a_run_becomes_a_page(tmp_path):
     together = {title: [line["name"] for line in each["lines"]] for title, each in page.charts().items()}
     assert together == {
         "Loss": ["loss", "held_out_loss"], "Learning rate": ["lr"], "Tokens per second": ["tokens_per_s"],
-        "Data share": ["data_share"], "Parts of a step": ["data", "rest"], "Memory": ["rank_0", "rank_1"],
+        "Time spent waiting for data": ["data_share"], "Parts of a step": ["data", "rest"],
+        "Memory": ["lowest rank", "highest rank"],
     }  # fmt: skip
     units = {title: each["unit"] for title, each in page.charts().items()}
     assert units["Memory"] == "GiB" and units["Parts of a step"] == "ms" and units["Tokens per second"] == "k/s"
@@ -104,21 +105,105 @@ def test_a_run_becomes_a_page(tmp_path):
     assert (
         "seed" in cells and "timeout_s" in cells and "checkpoint checkpoints/step-00000010" in cells and "lr" in cells
     )
-    assert "2 GiB" in page.parts["dd"] and "1 on cpu" in page.parts["dd"]
+    about = dict(zip(page.parts["dt"], page.parts["dd"], strict=True))
+    assert about == {
+        "ranks": "1 on cpu", "Step": "20", "Speed": "2 steps/s", "Loss": "0.05", "Held out loss": "0.01",
+        "Tokens per second": "20 k/s", "Time spent waiting for data": "20 %", "Peak memory": "2 GiB, rank 1",
+    }  # fmt: skip
 
 
 def test_the_head_says_what_ran_where_and_how(tmp_path):
     ctx = weft.local()
-    monitoring.log_start(0, ctx, monitoring.jsonl(tmp_path / "log.jsonl"), settings={"lr": 0.5, "out": Path("runs")})
-    _log_a_run(tmp_path, range(1, 4), monitoring.jsonl(tmp_path / "log.jsonl"), explain=False)
+    tracker = monitoring.jsonl(tmp_path / "log.jsonl")
+    monitoring.log_start(0, ctx, tracker, steps=20_000, settings={"lr": 0.5, "out": Path("runs")})
+    _log_a_run(tmp_path, range(1, 4), tracker, explain=False)
     (run,) = write_report(tmp_path)
     page = _Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     about = dict(zip(page.parts["dt"], page.parts["dd"], strict=True))
-    assert about["ranks"] == "1 on cpu, nodes: 1, attempt: 1" and about["host"] == socket.gethostname()
+    assert about["ranks"] == "1" and about["device"] == "cpu" and about["hosts"] == f"1 ({socket.gethostname()})"
     assert f"torch {torch.__version__}" in about["versions"] and about["started"].endswith("Z")
-    assert shlex.join(sys.argv) == about["command"] and about["duration"].startswith("0:0")
+    assert shlex.join(sys.argv) == about["command"] and about["Duration"].startswith("0:0")
+    assert about["Step"] == "3 of 20,000" and about["Speed"] == "2 steps/s" and about["Time left"] == "2:46:38"
     assert run.settings == {"lr": 0.5, "out": "runs"} and "out" in page.parts["td"]
     assert "program" not in run.texts and len(run.programs) == 1
+
+
+def _program(step, **changed):
+    """What `log_start` writes at a step."""
+    seen = []
+    monitoring.log_start(step, weft.local(), lambda values, step: seen.append(json.loads(values["program"])))
+    return {"step": step, "explain": "rank 0 of 1 on cpu", "program": json.dumps({**seen[0], **changed})}
+
+
+def test_each_start_of_a_run_is_a_row_with_what_differs(tmp_path):
+    started = ["2026-01-01 10:00:00Z", "2026-01-01 12:00:00Z"]
+    starts = [
+        _program(0, started=started[0], ranks=16, nodes=2, host="a", device="NVIDIA H100", command="train.py"),
+        _program(42, started=started[1], ranks=8, nodes=1, host="b", device="NVIDIA H100", command="train.py --resume"),
+    ]
+    lines = [starts[0], {"step": 42, "loss": 2.0}, starts[1], {"step": 50, "loss": 1.0}]
+    (tmp_path / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (run,) = write_report(tmp_path)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = _Page(text)
+    about = dict(zip(page.parts["dt"], page.parts["dd"], strict=True))
+    assert about["device"] == "NVIDIA H100" and "Duration, with pauses" in about
+    assert not about.keys() & {"ranks", "hosts", "command", "started"}  # these are not one start's and another's
+    head = ["start", "started", "from step", "ranks", "hosts", "command"]
+    assert page.parts["th"][:6] == head and [a["data-label"] for t, a in page.elements if "data-label" in a] == head * 2
+    assert page.parts["td"][:12] == [
+        "1", started[0], "0", "16", "2 (the first is a)", "train.py",
+        "2", started[1], "42", "8", "1 (b)", "train.py --resume",
+    ]  # fmt: skip
+    compared = _Page(render([run, run]))
+    assert compared.parts["td"].count("16 → 8") == 2 and compared.parts["td"].count("NVIDIA H100") == 2
+
+
+@pytest.mark.parametrize("steps", [10**300, -3, 2, True, "x", 1.5, [], None])
+def test_without_a_sound_number_of_steps_there_is_no_time_left(tmp_path, steps):
+    lines = [_program(0, steps=steps), {"step": 3, "step_s": 0.5}, {"step": 4, "step_s": float("inf")}]
+    (tmp_path / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    page = _Page(render([read(tmp_path)]))
+    about = dict(zip(page.parts["dt"], page.parts["dd"], strict=True))
+    assert about["Step"] == "4" and about["Speed"] == "2 steps/s" and "Time left" not in about
+
+
+def test_names_on_cards_and_charts_are_for_people(tmp_path):
+    values = {"loss/train_mean": 2.0, "weft/step_s": 0.25, "weft/data_share": 0.5, "weft/norm": 3.0, "weft/scale": 2.0}
+    run = Run(tmp_path, series={name: {1: value, 2: value} for name, value in values.items()})
+    page = _Page(render([run]))
+    assert dict(zip(page.parts["dt"], page.parts["dd"], strict=True)) == {
+        "Step": "2", "Loss, train mean": "2", "Weft, time spent waiting for data": "50 %",
+    }  # fmt: skip
+    units = {title: (each["unit"], len(each["lines"])) for title, each in page.charts().items()}
+    assert units == {
+        "Loss": ("", 1), "Weft": ("", 2), "Weft, time of a step": ("ms", 1),
+        "Weft, time spent waiting for data": ("%", 1),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [2, 64])
+def test_ranks_whose_memory_lies_on_each_other_are_told_apart(tmp_path, number):
+    series = {f"memory_bytes/rank_{rank}": {1: 2.0**30, 2: 2.0**30 + rank * 2**20} for rank in range(number)}
+    series["memory_bytes/rank_1"][3] = 2.0**31
+    page = _Page(render([Run(tmp_path, series=series)]))
+    drawn = page.charts()["Memory"]
+    lowest, highest = drawn["lines"]
+    assert lowest["who"] == ["rank 0", "rank 0", "rank 1"] and highest["who"][1:] == [f"rank {number - 1}", "rank 1"]
+    assert drawn["band"] and drawn["shows"] == [1.8] and not drawn["fromZero"]
+    table = [page.parts["td"][at : at + 5] for at in range(0, len(page.parts["td"]), 5)]
+    assert ["1", "2 GiB", "3", "2 GiB", "3"] in table and len(table) == min(number, 16)
+    assert [int(row[0]) for row in table] == ([0, 1] if number == 2 else [1, *range(49, 64)])
+    assert page.parts["h3"] == ["By rank" if number == 2 else "The 16 ranks with the highest peaks, of 64"]
+    assert "2 GiB, rank 1" in page.parts["dd"]
+
+
+def test_of_many_ranks_those_with_the_most_and_the_least_memory_have_their_numbers(tmp_path):
+    values = {"memory_bytes/max": 9.0, "memory_bytes/min": 3.0, "memory_rank/max": 71.0000001, "memory_rank/min": 40.0}
+    lines = [{"step": 1, **values}, {"step": 2, "memory_bytes/max": 9.0, "memory_rank/max": float("nan")}]
+    (tmp_path / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    series = read(tmp_path).series
+    assert series == {"memory_bytes/rank_71": {1: 9.0}, "memory_bytes/rank_40": {1: 3.0}, "memory_bytes/max": {2: 9.0}}
 
 
 def test_the_commit_of_the_script_is_known(tmp_path, monkeypatch):
@@ -150,7 +235,8 @@ def test_several_runs_are_compared(tmp_path, monkeypatch):
     lines = {title: [line["name"] for line in each["lines"]] for title, each in charts.items() if "rows" not in each}
     assert all(each == ["a", "b"] for each in lines.values())
     assert list(lines) == [
-        "Loss", "Learning rate", "Only in b", "Tokens per second", "Data share", "Step time", "Memory (highest rank)",
+        "Loss", "Learning rate", "Only in b", "Tokens per second", "Time spent waiting for data",
+        "Time of a step", "Memory (highest rank)",
     ]  # fmt: skip
     for line, lr in zip(charts["Loss"]["lines"], (0.5, 0.1), strict=True):
         assert _points(line) == pytest.approx({step: lr / step for step in range(1, 6)}, rel=1e-6)
@@ -159,8 +245,8 @@ def test_several_runs_are_compared(tmp_path, monkeypatch):
     parts = charts["Parts of a step, mean"]
     assert parts["rows"] == ["a", "b"] and [line["x"] for line in parts["lines"]] == [[100.0, 100.0], [400.0, 400.0]]
     cells = page.parts["td"]
-    final = cells.index("loss")
-    assert cells[final : final + 3] == ["loss", "0.1", "0.02"] and cells[-3:] == ["lr", "0.5", "0.1"]
+    final = cells.index("Loss")
+    assert cells[final : final + 3] == ["Loss", "0.1", "0.02"] and cells[-3:] == ["lr", "0.5", "0.1"]
     assert "batch" not in cells and page.parts["h2"][-1] == "Settings that differ"
 
 
@@ -209,8 +295,8 @@ def test_the_page_stays_small_whatever_was_logged(tmp_path):
     lines = [line for drawn in charts.values() for each in drawn for line in each["lines"]]
     assert sum(len(line["x"]) for line in lines) < 250_000
     (memory,) = charts["Memory"]
-    assert [line["name"] for line in memory["lines"]] == ["highest of 1000", "median", "lowest"]
-    assert [line["y"][0] for line in memory["lines"]] == pytest.approx([1.0] * 3, rel=1e-5)
+    assert [line["name"] for line in memory["lines"]] == ["lowest rank", "highest rank"]
+    assert [line["y"][0] for line in memory["lines"]] == pytest.approx([1.0] * 2, rel=1e-5)
 
 
 def test_areas_add_up_and_a_part_that_was_not_measured_took_no_time():
@@ -316,7 +402,9 @@ addEventListener("error", (event) => console.log("FAILED " + event.message));
 addEventListener("load", () => setTimeout(() => {
   const [loss, memory] = ["Loss", "Memory"].map((title) => [...document.querySelectorAll("figure")]
     .find((each) => each.querySelector("figcaption").textContent === title).querySelector(".plot"));
-  const seen = { plain: loss.data.length, ground: getComputedStyle(document.body).backgroundColor };
+  const ranges = () => [loss, memory].map((each) => each._fullLayout.xaxis.range);
+  const seen = { plain: loss.data.length, whole: ranges(), memory: memory._fullLayout.yaxis.range };
+  seen.ground = getComputedStyle(document.body).backgroundColor;
   Plotly.Fx.hover(loss, { xval: 11 }, "xy");
   seen.hover = loss.querySelector(".hoverlayer").textContent;
   const slider = document.getElementById("smoothing");
@@ -327,6 +415,8 @@ addEventListener("load", () => setTimeout(() => {
   seen.scales = [loss, memory].map((each) => each._fullLayout.yaxis.type);
   Plotly.relayout(loss, { "xaxis.range[0]": 5, "xaxis.range[1]": 9 }).then(() => {
     seen.zoomed = memory._fullLayout.xaxis.range;
+    loss.emit("plotly_doubleclick");
+    seen.reset = ranges();
     document.getElementById("theme").click();
     seen.other = getComputedStyle(document.body).backgroundColor;
     seen.took = performance.now();
@@ -367,6 +457,10 @@ def test_a_browser_draws_the_page_under_its_policy_and_every_control_works(tmp_p
     assert seen["smoothed"][0] == pytest.approx([1, 1 / 2, 1 / 3], rel=1e-6)
     assert seen["smoothed"][1] == pytest.approx([1, (1 + 2 * 1 / 2) / 3, (1 + 2 * 1 / 2 + 4 * 1 / 3) / 7], rel=1e-6)
     assert seen["scales"] == ["log", "log"] and seen["zoomed"] == [5, 9]
+    assert (
+        seen["whole"] == seen["reset"] == [[1, 22]] * 2
+    )  # all charts end with the last step, whatever is marked there
+    assert 0.5 < seen["memory"][0] < 1 and seen["memory"][1] > 2
     assert seen["ground"] != seen["other"] and (seen["ground"] == "rgb(20, 23, 26)") == (scheme == "dark")
     assert "&lt;b&gt;bad" in done[0].stdout and "<b>bad" not in done[0].stdout
     assert len(picture.read_bytes()) > 20_000
@@ -468,7 +562,12 @@ def test_names_and_texts_cannot_break_the_page(tmp_path):
     bad = '</script><script>alert("x")</script>&<b>'
     weft.log({bad: 1.0, f"{bad}/loss": 2.0, "note": bad}, 1, weft.local(), monitoring.jsonl(tmp_path / "log.jsonl"))
     monitoring.log_start(0, weft.local(), monitoring.jsonl(tmp_path / "log.jsonl"), settings={bad: bad})
-    weft.log({bad: 1.0, "health": bad, "preempted": bad}, 1, weft.local(), monitoring.jsonl(tmp_path / "log.jsonl"))
+    weft.log(
+        {bad: 1.0, "health": bad, "preempted": bad, "probes": bad},
+        1,
+        weft.local(),
+        monitoring.jsonl(tmp_path / "log.jsonl"),
+    )
     (tmp_path / "rank0.step1.json").write_text(
         json.dumps({"traceEvents": [{"ph": "X", "dur": 5, "ts": 0, "cat": "cpu_op", "name": bad}]})
     )

@@ -19,7 +19,8 @@ from weft.version import TESTED_PYTHON, TESTED_TORCH
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md")])
+API = [page for page in PAGES if page.parent.name == "api"]
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -85,18 +86,30 @@ def test_fences_are_of_known_kinds(page):
 # -- pages can be reached, and reach what they name --------------------------------------------------
 
 
-def test_every_page_is_in_the_table_of_contents():
-    index = DOCS / "index.md"
-    listed = [
-        line.strip()
+def _listed(index):
+    return [
+        line
         for language, code, *_ in _blocks(index)
         if language == "{toctree}"
         for line in code.splitlines()
-        if line.strip() and not line.startswith(":")
+        if line and not line.startswith(":")
     ]
-    assert sorted([*listed, "index"]) == [page.stem for page in PAGES]
-    for name in listed:
-        assert f"[]({name}.md)" in _text(index), f"the map of index.md lacks {name}"
+
+
+@pytest.mark.parametrize(("folder", "others"), [(DOCS, ["api/index"]), (DOCS / "api", [])], ids=["docs", "api"])
+def test_every_page_is_in_the_table_of_contents(folder, others):
+    index = folder / "index.md"
+    pages = {page.stem: page.name for page in [*folder.glob("*.md"), *folder.glob("*.ipynb")]}
+    names = [name for name in _listed(index) if "<" not in name]
+    assert sorted([*names, "index"]) == sorted([*pages, *others])
+    for name in names:
+        assert f"[]({pages.get(name, name + '.md')})" in _text(index), f"the map of index.md lacks {name}"
+
+
+def test_links_of_the_sidebar_are_those_of_the_project():
+    urls = tomllib.loads(_text(ROOT / "pyproject.toml"))["project"]["urls"]
+    links = dict(re.findall(r"^(.*) <(.*)>$", "\n".join(_listed(DOCS / "index.md")), re.MULTILINE))
+    assert links == {"Source code": urls["Repository"], "Issues": urls["Issues"]}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -104,7 +117,7 @@ def test_links_and_included_files_exist(page):
     text = _text(page)
     links = re.findall(r"\]\(([^)#:]+\.md)(?:#[\w-]+)?\)", text)
     included = re.findall(r"^```\{literalinclude\} (\S+)$|^:diff: (\S+)$", text, re.MULTILINE)
-    missing = [name for name in [*links, *(one or two for one, two in included)] if not (DOCS / name).is_file()]
+    missing = [name for name in [*links, *(one or two for one, two in included)] if not (page.parent / name).is_file()]
     assert missing == []
 
 
@@ -127,6 +140,28 @@ def test_lines_are_short(page):
     long = [number for number, line in enumerate(_text(page).splitlines(), start=1) if len(line) > 120]
     tables = [number for number, line in enumerate(_text(page).splitlines(), start=1) if line.startswith("|")]
     assert sorted(set(long) - set(tables)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_is_as_wide_as_the_page(page):
+    """A block that follows another one is what that prints or writes: its lines are as long as they are."""
+    code = [block for block in _blocks(page) if not (block[3] and block[0] in ("text", "sh"))]
+    wide = [
+        first + number
+        for _, lines, first, _ in code
+        for number, line in enumerate(lines.splitlines(), start=1)
+        if len(line) > 88
+    ]
+    assert wide == []
+
+
+def test_included_code_is_as_wide_as_the_page():
+    """Files that pages show may have ten columns more than their own code, which is all that a block holds."""
+    text = "\n".join(map(_text, PAGES))
+    names = {*re.findall(r"^```\{literalinclude\} (\S+)$|^:diff: (\S+)$", text, re.MULTILINE)}
+    files = {DOCS / (one or two) for one, two in names}
+    assert len(files) > 5
+    assert [file.name for file in files if max(map(len, _text(file).splitlines())) > 98] == []
 
 
 # -- README, the scripts of .ci and the workflow agree -------------------------------------------------
@@ -187,18 +222,41 @@ def test_links_of_the_front_pages_exist(name):
 
 
 def _guides():
-    return "\n".join(_text(page) for page in PAGES if page.stem not in ("api", "changes", "features"))
+    return "\n".join(_text(page) for page in PAGES if page not in API and page.stem not in ("changes", "features"))
 
 
-def test_api_lists_every_public_name_once_and_nothing_else():
-    listed = re.findall(r"^\.\. auto(?!module)\w+:: weft\.(\w+)$", _text(DOCS / "api.md"), re.MULTILINE)
-    assert sorted([*listed, "errors"]) == list(weft.__all__)
+def _entries(page):
+    return re.findall(r"^\.\. auto(?!module)\w+:: (weft\.\S+)$", _text(page), re.MULTILINE)
 
 
-def test_api_lists_every_name_of_testing_and_its_laws():
-    text = _text(DOCS / "api.md")
-    listed = re.findall(r"^\.\. auto\w+:: weft\.testing\.(\w+)$", text, re.MULTILINE)
-    assert sorted(listed) == weft.testing.__all__
+def test_the_api_page_of_the_facade_lists_its_names_and_nothing_else():
+    assert sorted([*_entries(DOCS / "api" / "weft.md"), "weft.errors"]) == [f"weft.{name}" for name in weft.__all__]
+
+
+# Their `__all__` is for users alone; that of other packages is also for weft itself.
+@pytest.mark.parametrize(
+    "package",
+    ["checkpoint", "collectives", "data", "elastic", "errors", "interop", "monitoring", "rehearsal", "weights"],
+)
+def test_the_api_page_of_a_package_lists_its_names(package):
+    module = getattr(weft, package)
+    listed = {name.rpartition(".")[2] for page in ("weft", package) for name in _entries(DOCS / "api" / f"{page}.md")}
+    assert sorted({*module.__all__} - listed - {"numbers_of"}) == []
+
+
+def test_the_api_page_of_testing_lists_its_names_and_its_laws():
+    listed = [name.removeprefix("weft.testing.") for name in _entries(DOCS / "api" / "testing.md")]
+    assert sorted([*listed, "laws"]) == weft.testing.__all__
+    assert ".. automodule:: weft.testing.laws\n" in _text(DOCS / "api" / "testing.md")
+
+
+def test_a_name_has_one_entry_on_the_page_of_its_package():
+    entries = [(name, page.stem) for page in API for name in _entries(page)]
+    assert len({name for name, _ in entries}) == len(entries) > 150
+    elsewhere = {"weft": "weft", "sharding": "transforms"}
+    for name, page in entries:
+        package = name.split(".")[1] if name.count(".") > 1 else "weft"
+        assert page == elsewhere.get(package, package), name
 
 
 @pytest.mark.parametrize("name", [n for n in weft.__all__ if isinstance(getattr(weft, n), types.FunctionType)])

@@ -3,6 +3,8 @@
 docs/mistakes.md lists them; a test compares the two.
 """
 
+import functools
+import io
 import pathlib
 import random
 import re
@@ -12,7 +14,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -372,7 +374,245 @@ def gathered_with_gradients(ctx):
     weft.gather(_net()(torch.ones(1, 4)), ctx)
 
 
+# -- model axes ----------------------------------------------------------------------------------------
+
+
+class _Feedforward(nn.Module):
+    def __init__(self, mixes=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.mixes = nn.Linear(4, 8), nn.Linear(8, 4), mixes
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        return self.down(hidden.softmax(-1) if self.mixes else hidden)
+
+
+def _cut(ctx, model=None, plan=None):
+    plan = plan or {"up": "column", "down": "row"}
+    return weft.tensor_parallel(model or _Feedforward(), ctx, plan=plan)[0]
+
+
+def mixed_features(ctx):
+    _cut(ctx, _Feedforward(mixes=True))(torch.ones(2, 4)).sum().backward()
+
+
+def other_batches_along_tensor(ctx):
+    _cut(ctx)(torch.ones(2, 4) + ctx.rank).sum().backward()
+
+
+def half_a_pair(ctx):
+    _cut(ctx, plan={"up": "column"})(torch.ones(2, 4)).sum().backward()
+
+
+def loss_of_an_activation(ctx):
+    model, kept = _cut(ctx), []
+    model.up.register_forward_hook(lambda module, args, output: kept.append(output))
+    (model(torch.ones(2, 4)).sum() + kept[-1].square().mean()).backward()
+
+
+def cut_vocabulary(ctx):
+    torch.manual_seed(0)
+    words = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    tokens = torch.arange(6)
+    cross_entropy(_cut(ctx, words, {"1": "vocab"})(tokens), tokens).backward()
+
+
+def plan_without_a_part(ctx):
+    _cut(ctx, plan={"feedforward.up": "column"})
+
+
+def cut_after_the_strategy(ctx):
+    model, ctx = weft.replicate(_Feedforward(), ctx)
+    _cut(ctx, model)
+
+
+def optimizer_before_the_cut(ctx):
+    model = _Feedforward()
+    optimizer = _sgd(model)
+    _cut(ctx, model)
+    optimizer.step()
+
+
+class _Attention(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.inputs, self.how = nn.Embedding(8, 4), nn.Linear(4, 12), how
+
+    def forward(self, tokens):
+        q, k, v = (
+            part.unflatten(-1, (2, 2)).transpose(1, 2) for part in self.inputs(self.embedding(tokens)).chunk(3, -1)
+        )
+        if self.how == "by hand":
+            found = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        else:
+            found = scaled_dot_product_attention(q, k, v)
+        found = found.transpose(1, 2).flatten(2)
+        return {"pooled": found.mean(1), "summed": found.square().sum()}.get(self.how, found)
+
+
+def sequences(ctx, how, length=8, cuts=True):
+    model, ctx = weft.context_parallel(_Attention(how), ctx)
+    tokens = torch.arange(2 * length).view(2, length) % 8
+    if cuts:
+        tokens, _ = weft.data.split_sequence((tokens, torch.arange(length).expand(2, length)), ctx)
+    model(tokens).square().mean().backward()
+
+
+class _Experts(nn.Module):
+    def __init__(self, number=4, balances=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.balances = nn.Linear(4, number), balances
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(number))
+
+    def forward(self, x):
+        scores = self.router(x).softmax(-1)
+        weights, chosen = (scores / scores.sum(0) if self.balances else scores).max(-1)
+        found = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            found[chosen == number] = expert(x[chosen == number])
+        return found * weights[:, None]
+
+
+def tokens_that_compete(ctx):
+    model, ctx = weft.expert_parallel(_Experts(balances=True), ctx)
+    model(torch.randn(6, 4) + ctx.rank).sum().backward()
+
+
+def three_experts_on_two_ranks(ctx):
+    weft.expert_parallel(_Experts(3), ctx)
+
+
+def experts_of_one_batch(ctx):
+    weft.expert_parallel(_Experts(), ctx, axis="tensor")
+
+
+def _staged(ctx, *, loss=mse_loss, rows=8, norm=False, before=False, target=None, use=None):
+    """A step of a pipeline, or what `use` does with it."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4) if norm else nn.Tanh()) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    optimizer = _sgd(model) if before else None
+    model, ctx = weft.pipeline(model, ctx, loss=loss, micro_batches=2)
+    optimizer = optimizer or _sgd(model)
+    x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(0))
+    if use is None:
+        model(x, torch.zeros(rows, 4) if target is None else target).backward()
+        optimizer.step()
+    else:
+        use(model, x)
+
+
+def rows_that_depend_on_each_other(ctx):
+    _staged(ctx, norm=True)
+
+
+def other_batches_along_the_pipeline(ctx):
+    _staged(ctx, use=lambda model, x: model(x + ctx.rank, x).backward())
+
+
+def mean_over_some_labels(ctx):
+    ignoring = functools.partial(cross_entropy, ignore_index=0)
+    _staged(ctx, loss=ignoring, target=torch.tensor([0, 0, 0, 1, 2, 3, 1, 2]))
+
+
+def uneven_batch(ctx):
+    _staged(ctx, rows=7)
+
+
+def optimizer_before_the_stages(ctx):
+    _staged(ctx, before=True)
+
+
+def loss_outside_of_the_pipeline(ctx):
+    _staged(ctx, use=lambda model, x: mse_loss(model(x), x).backward())
+
+
+def two_backward_passes(ctx):
+    def twice(model, x):
+        loss = model(x, x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    _staged(ctx, use=twice)
+
+
+def layer_of_another_stage(ctx):
+    _staged(ctx, use=lambda model, x: (model[0](x).sum() + model[3](x).sum()).backward())
+
+
+def clipped_by_torch(ctx):
+    def clips(model, x):
+        model(x, x).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    _staged(ctx, use=clips)
+
+
+def weights_of_stages(ctx):
+    _staged(ctx, use=lambda model, x: torch.save(model.state_dict(), io.BytesIO()))
+
+
+def block_that_counts(ctx):
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    model, ctx = weft.recompute(nn.Sequential(Counting(4, 4), nn.Linear(4, 4)), ctx, blocks=["0"])
+    model(torch.ones(2, 4)).sum().backward()
+
+
+MESHES = {
+    "tensor": (
+        samples_of_parts, mixed_features, other_batches_along_tensor, half_a_pair, loss_of_an_activation,
+        cut_vocabulary, plan_without_a_part, cut_after_the_strategy, optimizer_before_the_cut, experts_of_one_batch,
+    ),
+    "context": (sequences,),
+    "expert": (tokens_that_compete, three_experts_on_two_ranks),
+    "pipeline": (
+        rows_that_depend_on_each_other, other_batches_along_the_pipeline,
+        mean_over_some_labels, uneven_batch, optimizer_before_the_stages,
+        loss_outside_of_the_pipeline, two_backward_passes, layer_of_another_stage, clipped_by_torch, weights_of_stages,
+    ),
+}  # fmt: skip
+_APART = "the ranks do not compute together what {} is for one process"
+MODEL_AXES = [
+    (mixed_features, (), weft.errors.ProbeFailed, f"tensor_parallel: {_APART.format('_Feedforward')}"),
+    (other_batches_along_tensor, (), weft.errors.ProbeFailed, "other values or shapes on rank"),
+    (half_a_pair, (), weft.errors.ProbeFailed, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    (loss_of_an_activation, (), weft.errors.ProbeFailed, "a loss of (2, 4), of which each rank has a part"),
+    (cut_vocabulary, (), weft.errors.ContractError, "torch computes with tensors of one kind"),
+    (plan_without_a_part, (), ValueError, "tensor_parallel: the pattern 'feedforward.up' matches no part of"),
+    (cut_after_the_strategy, (), weft.errors.OrderError, "tensor_parallel: comes too late, after replicate"),
+    (optimizer_before_the_cut, (), weft.errors.OrderError, "tensor_parallel: 1 optimizer(s) hold parameters of"),
+    (sequences, ("whole", 8, False), weft.errors.ContractError, "called with inputs that were not split"),
+    (sequences, ("whole", 6), ValueError, "split_sequence: sequences of 6 places cannot be split over 2 ranks"),
+    (sequences, ("by hand",), weft.errors.ContractError, "computed without F.scaled_dot_product_attention"),
+    (sequences, ("pooled",), weft.errors.ProbeFailed, "what is returned (2, 4) differs"),
+    (sequences, ("summed",), weft.errors.ProbeFailed, "the mean over the ranks of what is returned differs"),
+    (tokens_that_compete, (), weft.errors.ProbeFailed, "output 0 of half of the rows"),
+    (three_experts_on_two_ranks, (), ValueError, "expert_parallel: the experts of 'experts' cannot be divided"),
+    (experts_of_one_batch, (), weft.errors.ContextError, "expert_parallel: batches are the same along 'tensor'"),
+    (rows_that_depend_on_each_other, (), weft.errors.ProbeFailed, "pipeline: rows of a batch are mixed"),
+    (other_batches_along_the_pipeline, (), weft.errors.ProbeFailed, "of one pipeline were given different batches"),
+    (mean_over_some_labels, (), weft.errors.ProbeFailed, "pipeline: the mean over the micro-batches is not the loss"),
+    (uneven_batch, (), ValueError, "pipeline: a batch of 7 rows cannot be cut into 2 micro-batches"),
+    (optimizer_before_the_stages, (), weft.errors.OrderError, "pipeline: 1 optimizer(s) hold parameters of"),
+    (loss_outside_of_the_pipeline, (), TypeError, "pipeline: a call of a module with a loss function takes a target"),
+    (two_backward_passes, (), weft.errors.ContractError, "pipeline: a loss has one backward pass"),
+    (layer_of_another_stage, (), weft.errors.ContractError, "is a layer of another stage"),
+    (clipped_by_torch, (), weft.errors.ContractError, "numbers are read that another rank has"),
+    (weights_of_stages, (), weft.errors.ContractError, "tensors that another rank has cannot be pickled"),
+    (block_that_counts, (), weft.errors.ProbeFailed, "recompute: block '0' returned something else"),
+]
+
 CASES = [
+    *MODEL_AXES,
     (loader_not_sharded, (weft.replicate,), UserWarning, "replicate: all 2 ranks compute the same batches"),
     (loader_not_sharded, (weft.fully_shard,), UserWarning, "fully_shard: all 2 ranks compute the same batches"),
     (split_twice, (), ValueError, "shard_data: this loader cannot be split over the ranks"),
@@ -447,6 +687,52 @@ CASES = [
 ]
 
 
+def second_pass_through_a_graph(ctx):
+    model, ctx = weft.replicate(_net(), ctx)
+    found = model(torch.ones(2, 4))
+    found.sum().backward()
+    found.square().sum().backward()
+
+
+def step_between_forward_and_backward(ctx):
+    model, ctx = weft.replicate(_net(), ctx)
+    optimizer = _sgd(model)
+    first, second = model(torch.ones(2, 4)), model(torch.ones(2, 4))
+    first.sum().backward()
+    optimizer.step()
+    second.sum().backward()
+
+
+def loss_without_gradients(ctx):
+    model, ctx = weft.replicate(_net(), ctx)
+    with torch.set_grad_enabled(ctx.is_main):
+        loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+
+
+def part_called_after_the_model(ctx):
+    model, ctx = weft.fully_shard(_net(), ctx)
+    model(torch.ones(2, 4)).sum().backward()
+    model[0](torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (second_pass_through_a_graph, "Trying to backward through the graph a second time"),
+        (step_between_forward_and_backward, "modified by an inplace operation"),
+        (loss_without_gradients, "element 0 of tensors does not require grad"),
+        (part_called_after_the_model, "plain tensors beside"),
+    ],
+)
+def test_errors_of_torch_are_as_the_page_says(program, text):
+    assert text in re.sub(r"\s+", " ", PAGE.read_text())
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(program, 2)
+    told = "torch computes with tensors of one kind" if program is part_called_after_the_model else text
+    assert any(told in str(error) for error in caught.value.errors.values())
+
+
 def _warned(ctx, mistake, args):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -461,7 +747,7 @@ def test_a_mistake_is_told(mistake, args, kind, text, tmp_path):
         told = [said for rank in run_ranks(_warned, 2, mistake, args) for said in rank]
         assert told and all(said.startswith(text) for said in told)
     else:
-        mesh = {"tensor": 2} if mistake is samples_of_parts else None
+        mesh = next(({axis: 2} for axis, mistakes in MESHES.items() if mistake in mistakes), None)
         with pytest.raises(RanksFailed) as caught:
             run_ranks(mistake, 2, *args, mesh=mesh)
         errors = caught.value.errors.values()
@@ -521,7 +807,8 @@ def _loss_through_another_model(ctx, strategy, freezes):
 
 
 def test_the_page_lists_every_mistake():
-    heads = re.findall(r"^\| .*? \| `(.*?)` \| .* \|$", PAGE.read_text(), re.MULTILINE)
+    ours = PAGE.read_text().partition("## Errors of torch")[0]
+    heads = re.findall(r"^\| .*? \| `(.*?)` \| .* \|$", ours, re.MULTILINE)
     values = [getattr(case, "values", case) for case in CASES]
     missing = [text for _, _, _, text in values if not any(head in text or text in head for head in heads)]
     assert not missing

@@ -176,8 +176,18 @@ class Saving:
         return self.storage.where / self.name
 
 
-def start_saving(what: str, directory: Path, step: int, brought: Outline, ctx: DistContext) -> Saving | None:
+def start_saving(
+    what: str, directory: Path, step: int, brought: Outline, ctx: DistContext, *, fresh: bool = False
+) -> Saving | None:
     """Lock the directory and begin a draft, on the main rank.
+
+    Args:
+        what: The caller's name.
+        directory: Of the run.
+        step: Of the checkpoint.
+        brought: What this rank has to save.
+        ctx: The context.
+        fresh: Whether checkpoints of other runs that this job finds when it comes make room.
 
     Returns:
         None in an elastic job if there is nothing to save: the step has failed and is made again, or a replica that
@@ -200,6 +210,8 @@ def start_saving(what: str, directory: Path, step: int, brought: Outline, ctx: D
             there = storage.names()
             if replicas is not None and history.is_of_another_replica(storage, name, there):
                 return ["", "", history.name_run()]
+            if fresh and not ctx.attempt:
+                there = history.begin_anew(storage, there)
             history.check(storage, step, there)
             if name in there:
                 found.update(_found_there(storage, name, history, brought))

@@ -121,6 +121,18 @@ class History:
         """Whether a checkpoint of this job is there that this process has neither saved nor found when it came."""
         return name in there and step_of(name) not in self._own | self._seen and self._is_ours(storage, name)
 
+    def begin_anew(self, storage: Storage, there: Sequence[str]) -> list[str]:
+        """If this job comes into the directory only now, give the checkpoints of other runs there another name.
+
+        Returns:
+            Names of the checkpoints that are left.
+        """
+        if not self._has_come:
+            for name in self._of_other_runs(storage, there):
+                storage.set_aside(name, "discarded")
+                self.forget(name)
+        return storage.names()
+
     def check(self, storage: Storage, step: int, there: Sequence[str]) -> None:
         """Raise if a checkpoint would be mixed with those of another run, or with a branch that was left.
 
@@ -134,16 +146,17 @@ class History:
             OSError: A checkpoint there cannot be read.
         """
         where = storage.where
-        unknown = [name for name in there if step_of(name) not in self._own | self._seen]
-        foreign = [name for name in unknown if not self._is_ours(storage, name) and name not in self._damaged]
+        foreign = self._of_other_runs(storage, there)
         if foreign:
             raise CheckpointError(
                 f"save: {where} holds checkpoints of another run",
                 found=listed(foreign),
                 expected="a directory for each run: a restart would take the newest, whoever saved it",
-                fix="weft.restore(state, directory, ctx)  # resumes that run; or save into another directory",
+                fix="weft.restore(state, directory, ctx)  # resumes that run; or begin anew: weft.save(..., fresh=True)"
+                if not self._has_come
+                else "end one of the two jobs; or save into another directory",
             )
-        unknown = [name for name in unknown if name not in self._damaged]
+        unknown = [name for name in self._unknown(there) if name not in self._damaged]
         others = [name for name in unknown if step_of(name) not in self._tried]
         if others and self._has_come and not self._job.is_elastic:
             raise CheckpointError(
@@ -167,6 +180,13 @@ class History:
                 expected="no newer checkpoint than the one that is saved: a restart would take it",
                 fix=f"{restore}  # or another directory" if older else "save into another directory",
             )
+
+    def _unknown(self, there: Sequence[str]) -> list[str]:
+        return [name for name in there if step_of(name) not in self._own | self._seen]
+
+    def _of_other_runs(self, storage: Storage, there: Sequence[str]) -> list[str]:
+        unknown = self._unknown(there)
+        return [name for name in unknown if not self._is_ours(storage, name) and name not in self._damaged]
 
     def _is_ours(self, storage: Storage, name: str) -> bool:
         try:

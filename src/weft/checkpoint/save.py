@@ -31,6 +31,7 @@ def save(
     keep: int | None = None,
     keep_best: int = 0,
     score: float | None = None,
+    fresh: bool = False,
 ) -> Path:
     """Write a checkpoint; when it returns, on any rank, it is on the disk and complete.
 
@@ -61,14 +62,17 @@ def save(
         keep_best: Keep, besides, as many of those with the lowest scores. Needs `keep`.
         score: How good this one is, such as the loss of an evaluation; lower is better (for an accuracy: `-accuracy`).
             The same on all ranks. None, or a number that is not finite: it is none of the best.
+        fresh: Begin a new run in a directory that may hold checkpoints of others: those that this job finds with its
+            first save are renamed to `step-<number>.discarded` before anything is written. No effect later, if the job
+            has restored from this directory, or in a job started again by its launcher (`ctx.attempt`).
 
     Returns:
         The folder of the checkpoint; of a URL, a path that prints as one.
 
     Raises:
         CheckpointError: The step has already been saved with other values, or a newer one is there that this job did
-            not save since it restored; the directory is that of another run; another job saves there; ranks differ; or
-            names or values are too large to be read again.
+            not save since it restored; the directory is that of another run, and not `fresh`; another job saves there;
+            ranks differ; or names or values are too large to be read again.
         TypeError: Something in the state cannot be saved; the text names it.
         ValueError: An argument is out of range.
         PeerError: Another rank failed, or does something else that waits for this one. A rank that is
@@ -82,12 +86,12 @@ def save(
         ...     weft.save(state, folder, 10, ctx).name
         'step-00000010'
     """
-    where, kept = come_together("save", state, directory, step, ctx, keep, keep_best, score)
+    where, kept = come_together("save", state, directory, step, ctx, keep, keep_best, score, fresh)
     with around("save", state, ctx):
         brought, mine, write = on_all("save", ctx, lambda: _read(state, ctx))
         if isinstance(ctx.world.group, PretendedGroup):
             return counted(where, step, mine, ctx.world.group)
-        saving = start_saving("save", where, step, brought, ctx)
+        saving = start_saving("save", where, step, brought, ctx, fresh=fresh)
         if saving is not None:
             with saving.ending:
                 complete("save", saving, step, brought, write, ctx, keep=kept, score=score)
@@ -108,6 +112,7 @@ def come_together(
     keep: int | None,
     keep_best: int,
     score: float | None,
+    fresh: bool,
 ) -> tuple[Path, Keep]:
     """What every save begins with: arguments, the save before it, and whether all ranks are here.
 
@@ -154,7 +159,12 @@ def come_together(
         )
     where = place(directory)
     facts = {"step": step, "directory": str(where), "objects": list(state.objects), "keep": keep}
-    on_all(what, ctx, lambda: _end_of_running(ctx), {**facts, "keep_best": keep_best, "score": repr(number)})
+    on_all(
+        what,
+        ctx,
+        lambda: _end_of_running(ctx),
+        {**facts, "keep_best": keep_best, "score": repr(number), "fresh": fresh},
+    )
     return where, Keep(keep, keep_best)
 
 

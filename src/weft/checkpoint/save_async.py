@@ -49,6 +49,7 @@ def save_async(
     keep: int | None = None,
     keep_best: int = 0,
     score: float | None = None,
+    fresh: bool = False,
 ) -> RunningSave:
     """Write a checkpoint as `save` does, while the program continues.
 
@@ -69,6 +70,7 @@ def save_async(
         keep: After the checkpoint is complete, remove all but the newest `keep` checkpoints by step.
         keep_best: As for `save`.
         score: As for `save`.
+        fresh: As for `save`.
 
     Returns:
         The running save: `wait()` gives the folder once it is complete, or raises; `done()` tells
@@ -91,7 +93,7 @@ def save_async(
         ...     running.wait().name
         'step-00000010'
     """
-    where, kept = come_together(_WHAT, state, directory, step, ctx, keep, keep_best, score)
+    where, kept = come_together(_WHAT, state, directory, step, ctx, keep, keep_best, score, fresh)
     if isinstance(ctx.world.group, PretendedGroup):
         with around("save", state, ctx):
             _, mine = on_all(_WHAT, ctx, lambda: outline(state, ctx))
@@ -100,7 +102,7 @@ def save_async(
     beside = replace(ctx, world=saver.open_board(ctx.world))
     with around("save", state, ctx):
         brought, staged = on_all(_WHAT, ctx, lambda: saver.staged(state, ctx))
-    saving = start_saving(_WHAT, where, step, brought, ctx)
+    saving = start_saving(_WHAT, where, step, brought, ctx, fresh=fresh)
     if saving is None:
         return _nothing_to_do(target(where, step))
     second_half = partial(complete, _WHAT, saving, step, brought, staged.write, beside, keep=kept, score=score)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -20,13 +21,25 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft import torch_internals
 from weft.context.settings import resolve
 from weft.environments import cores_here, topology
-from weft.errors import ContextError
+from weft.errors import ContextError, listed
 from weft.peers.connect import interface_to
-from weft.version import __version__, newer_torch
+from weft.private_names import Attribute, Private
+from weft.version import TESTED_TORCH, __version__, newer_torch
 
-__all__ = ["Verdict", "add_parser", "check_environment", "check_nccl", "check_network", "numa_nodes", "run"]
+__all__ = [
+    "Verdict",
+    "add_parser",
+    "check_environment",
+    "check_extras",
+    "check_nccl",
+    "check_network",
+    "check_private_names",
+    "numa_nodes",
+    "run",
+]
 
 _LIMIT_S = 22.0
 _MODULE = "weft.cli.rank_checks"
@@ -38,7 +51,21 @@ _NEXT = MappingProxyType(
         "checkpoint": "weft doctor --folder DIRECTORY, on a file system that all ranks share",
     }
 )
-_OPTIONAL = ("accelerate", "deepspeed", "rich", "tensorboard", "torch_xla", "xxhash")
+_EXTRAS = MappingProxyType(
+    {
+        "checkpoint": ("xxhash",),
+        "config": ("pyyaml",),
+        "deepspeed": ("deepspeed",),
+        "interop": ("datasets", "torchdata", "torchmetrics"),
+        "notebook": ("cloudpickle",),
+        "ray": ("ray",),
+        "remote": ("fsspec",),
+        "report": ("plotly",),
+        "tracking": ("rich", "tensorboard"),
+        "xla": ("torch-xla",),
+    }
+)
+_ONE_NODE = "which is enough for one node"
 
 
 class Verdict(NamedTuple):
@@ -88,9 +115,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
     yield _versions()
+    yield check_private_names()
+    yield check_extras()
     yield _devices()
     yield check_environment(os.environ)  # noqa: TID251  (it is checked)
-    yield check_network(options.rdzv)
+    yield from check_network(options.rdzv, os.environ)  # noqa: TID251  (as above)
     yield from check_nccl(os.environ, [name for _, name in socket.if_nameindex()])  # noqa: TID251  (as above)
     yield _disk(options.folder)
     number = torch.accelerator.device_count() if torch.accelerator.is_available() else 2
@@ -99,17 +128,39 @@ def _verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
 
 
 def _versions() -> Verdict:
-    found = [f"weft {__version__}", f"python {platform.python_version()}", f"torch {torch.__version__}"]
-    for name in _OPTIONAL:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    least = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
-    if not least:
-        return Verdict("versions", "FAIL", ", ".join(found), "pip install 'torch>=2.9'")
-    newer = newer_torch(torch.__version__)
-    return Verdict("versions", "note" if newer else "ok", ", ".join(found), newer)
+    installed = str(torch.__version__)
+    found = f"weft {__version__}, python {platform.python_version()}, torch {installed}"
+    if [int(part) for part in installed.split(".")[:2]] < [2, 9]:
+        return Verdict("versions", "FAIL", found, "pip install 'torch>=2.9'")
+    if installed.partition("+")[0] in TESTED_TORCH:
+        return Verdict("versions", "ok", f"{found}, with which weft is tested")
+    step = newer_torch(installed) or f"weft is tested with torch {', '.join(TESTED_TORCH)}; others are likely to work"
+    return Verdict("versions", "note", found, step)
+
+
+def check_private_names(table: object = torch_internals) -> Verdict:
+    """Whether the installed torch has all that weft uses of it without a public name."""
+    values = [one for value in vars(table).values() for one in (value if isinstance(value, tuple) else (value,))]
+    names = {id(one): one for one in values if isinstance(one, (Private, Attribute))}
+    gone = [f"{one!r} (for {one.use})" for one in names.values() if one.is_due and not one.exists]
+    if not gone:
+        return Verdict("private names", "ok", f"torch has all {len(names)} that weft uses")
+    step = f"pip install 'torch=={TESTED_TORCH[-1]}', or do without what needs them; the rest of weft works"
+    return Verdict("private names", "FAIL", f"torch lacks {listed(gone)}", step)
+
+
+def check_extras(extras: Mapping[str, Sequence[str]] = _EXTRAS) -> Verdict:
+    """Which extras of weft are installed, with the versions of their packages."""
+    versions: dict[str, dict[str, str]] = {}
+    for extra, packages in extras.items():
+        for package in packages:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions.setdefault(extra, {})[package] = importlib.metadata.version(package)
+    whole = {extra: found for extra, found in versions.items() if len(found) == len(extras[extra])}
+    shown = [f"{extra} ({', '.join(map(' '.join, found.items()))})" for extra, found in whole.items()]
+    others = [extra for extra in extras if extra not in whole]
+    text = ", ".join(shown) or "none"
+    return Verdict("extras", "ok", f"{text}; not installed: {', '.join(others)}" if others else text)
 
 
 def _devices() -> Verdict:
@@ -182,34 +233,54 @@ def check_environment(env: Mapping[str, str]) -> Verdict:
     return Verdict("environment", "ok", f"rank {place.rank} of {place.world_size}, from {place.source}")
 
 
-def check_network(rdzv: str | None) -> Verdict:
-    """Whether this machine can be reached by its own name, and the first node by the address given."""
+def check_network(rdzv: str | None, env: Mapping[str, str]) -> Iterator[Verdict]:
+    """Whether the first node can be reached, if its address is given; and this machine by others, by its own name."""
     interface = interface_to(None if rdzv is None else rdzv.rpartition(":")[0])
     if rdzv is not None:
-        host, _, port = rdzv.rpartition(":")
-        begin = time.perf_counter()
-        try:
-            if not 0 < int(port) < 2**16:
-                raise ValueError(f"there is no port {port}")
-            with socket.create_connection((host, int(port)), timeout=5):
-                pass
-        except ConnectionRefusedError:
-            text = f"{host}:{port} can be reached and nobody listens, which is right before the job begins"
-            return Verdict("network", "ok", f"{text} (from {interface})")
-        except (OSError, ValueError) as error:
-            step = (
-                "check the name, the port and firewalls; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface"
-            )
-            return Verdict("network", "FAIL", f"{rdzv} cannot be reached from {interface}: {error}", step)
-        return Verdict("network", "ok", f"{rdzv} answers in {time.perf_counter() - begin:.2f} s (from {interface})")
+        yield _first_node(rdzv, interface)
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
-        return Verdict(
-            "network", "note", f"{name} has no address: {error}", f"echo 127.0.0.1 {name} >> /etc/hosts, for one node"
-        )
-    return Verdict("network", "ok", f"{name} is {address} (from {interface})")
+        step = f"echo 127.0.0.1 {name} >> /etc/hosts, {_ONE_NODE}"
+        yield Verdict("network", "note", f"{name} has no address: {error}", step)
+        return
+    chosen = env.get("GLOO_SOCKET_IFNAME")
+    text = f"{name} is {address} (from {interface})" + (f", GLOO_SOCKET_IFNAME={chosen}" if chosen else "")
+    if chosen or not address.startswith("127."):
+        yield Verdict("network", "ok", text)
+        return
+    step = f"export GLOO_SOCKET_IFNAME={interface.partition(' ')[0]} on each node, or give {name} its address there"
+    if _on_several_nodes(rdzv, env):
+        yield Verdict("network", "FAIL", f"{text}, where other nodes cannot reach it", step)
+    else:
+        yield Verdict("network", "note", f"{text}, {_ONE_NODE}", f"for several nodes: {step}")
+
+
+def _on_several_nodes(rdzv: str | None, env: Mapping[str, str]) -> bool:
+    if rdzv is not None:
+        with contextlib.suppress(OSError):
+            return not socket.gethostbyname(rdzv.rpartition(":")[0]).startswith("127.")
+    with contextlib.suppress(ContextError):  # `check_environment` reports it
+        return topology(env).num_nodes > 1
+    return False
+
+
+def _first_node(rdzv: str, interface: str) -> Verdict:
+    host, _, port = rdzv.rpartition(":")
+    begin = time.perf_counter()
+    try:
+        if not 0 < int(port) < 2**16:
+            raise ValueError(f"there is no port {port}")
+        with socket.create_connection((host, int(port)), timeout=5):
+            pass
+    except ConnectionRefusedError:
+        text = f"{host}:{port} can be reached and nobody listens, which is right before the job begins"
+        return Verdict("first node", "ok", f"{text} (from {interface})")
+    except (OSError, ValueError) as error:
+        step = "check the name, the port and firewalls; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface"
+        return Verdict("first node", "FAIL", f"{rdzv} cannot be reached from {interface}: {error}", step)
+    return Verdict("first node", "ok", f"{rdzv} answers in {time.perf_counter() - begin:.2f} s (from {interface})")
 
 
 def _disk(folder: Path | None) -> Verdict:

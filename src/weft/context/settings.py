@@ -275,10 +275,11 @@ def mesh_axes(
             fix='weft.start(mesh={"data": -1})',
         )
     chosen = tuple(data_axes) if data_axes is not None else tuple(name for name in asked if name not in NOT_DATA_AXES)
-    strange = [name for name in chosen if name not in asked]
+    is_text = isinstance(data_axes, str)
+    strange = [f"the text {data_axes!r}"] if is_text else [name for name in chosen if name not in asked]
     if strange:
         raise ContextError(
-            f"data_axes = {list(chosen)} names axes that are not in the mesh",
+            f"data_axes = {data_axes if is_text else list(chosen)!r} names axes that are not in the mesh",
             found=listed(strange),
             expected="some of " + ", ".join(asked),
             fix=f"data_axes={tuple(asked)!r}",

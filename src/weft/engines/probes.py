@@ -105,9 +105,16 @@ class WatchingProbe(Probe, Protocol):
 
 
 class Schedule:
-    """Which calls are measured, and which units in them: the same ones on all ranks that make the same calls."""
+    """Which calls are measured, and which units in them: the same ones on all ranks that make the same calls.
+
+    Attributes:
+        measured: How many calls of each unit have been measured.
+        differences: The largest difference of each value that this rank has compared, relative to its limit.
+    """
 
     def __init__(self, mode: ProbeMode, units: Sequence[str]) -> None:
+        self.measured: Counter[str] = Counter()
+        self.differences: dict[str, float] = {}
         self._mode = mode
         self._turns = {name: number for number, name in enumerate(units)}
         self._calls: Counter[Hashable] = Counter()
@@ -127,3 +134,14 @@ class Schedule:
             return 0
         probe = number.bit_length() if number <= _OFTEN else 10 + number // _OFTEN
         return number if probe % len(self._turns) == self._turns[unit] else 0
+
+    def note(self, unit: str, differences: Iterable[tuple[str, float]]) -> None:
+        """A call of a unit has been measured.
+
+        Args:
+            unit: Its name.
+            differences: What was compared, and by how many times its limit it differs.
+        """
+        self.measured[unit] += 1
+        for what, times in differences:
+            self.differences[what] = max(times, self.differences.get(what, 0.0))

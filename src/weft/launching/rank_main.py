@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import multiprocessing
@@ -95,6 +96,8 @@ def as_rank(
         write_report(reports, place, error, _STARTERS)
         sys.stdout.flush()
         sys.exit(1)
+    finally:
+        atexit._run_exitfuncs()  # a process that `multiprocessing` has started ends without
 
 
 def _end_with_the_launcher() -> None:

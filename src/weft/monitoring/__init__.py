@@ -10,6 +10,7 @@ throughput.py   `throughput`: samples, tokens and steps per second, time spent w
 flops.py        floating-point operations of a function, and what a device can do
 profiler.py     `profile`: torch's profiler on a schedule, one trace per rank
 peak_memory.py  `peak_memory` by kind; memory given back; what is in memory, as a file
+measured.py     `probe_results`: what probes have measured so far
 health.py       `watch_health`: NaN, infinite and jumping losses, and where they arose
 report/         the folders of one or several runs as one page of HTML
 
@@ -21,6 +22,7 @@ from weft.monitoring.health import Finding, Health, watch_health
 from weft.monitoring.log import averaged, chosen, every, log
 from weft.monitoring.log_start import log_start
 from weft.monitoring.logger import logger
+from weft.monitoring.measured import probe_results
 from weft.monitoring.peak_memory import PeakMemory, peak_memory, release_memory, save_memory_snapshot
 from weft.monitoring.profiler import Profile, profile
 from weft.monitoring.progress import progress
@@ -66,6 +68,7 @@ __all__ = [
     "numbers_of",
     "peak_flops",
     "peak_memory",
+    "probe_results",
     "profile",
     "progress",
     "release_memory",

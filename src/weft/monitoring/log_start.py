@@ -30,14 +30,15 @@ def log_start(
     ctx: DistContext,
     trackers: Tracker | Iterable[Tracker],
     *,
+    steps: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Log what a program is that begins or resumes a run; call it once, before the first step.
 
     Two texts are logged: "explain", the context as `weft.explain` prints it, and "program", a line of JSON with the
-    time, the command line, the host, the number of ranks, the transforms, the versions of weft, torch and Python, the
-    git commit of the script, and `settings`. `weft report` shows them, and compares them between runs. The command line
-    is written as it is: give secrets in another way.
+    time, the command line, the number of ranks and hosts, the first host, the device, the transforms, the versions of
+    weft, torch and Python, the git commit of the script, `steps` and `settings`. `weft report` shows them for each
+    start, and compares them between runs. The command line is written as it is: give secrets in another way.
 
     The settings are also logged as `HParams`, so that every tracker stores them once, where it keeps the configuration
     of a run; a value that is neither number, text nor truth becomes a text.
@@ -48,6 +49,7 @@ def log_start(
         step: The last step that is done: 0, or that of the checkpoint which was restored.
         ctx: After all transforms.
         trackers: As for `weft.log`.
+        steps: Of the whole run, for the time left.
         settings: Hyperparameters by name, such as `vars(options)`.
 
     Example:
@@ -55,7 +57,7 @@ def log_start(
         >>> log_start(0, weft.local(), lambda values, step: print(step, sorted(values)), settings={"lr": 0.1})
         0 ['explain', 'program', 'settings']
     """
-    program = json.dumps(_program(ctx, settings or {}), default=str) if ctx.is_main else ""
+    program = json.dumps(_program(ctx, steps, settings or {}), default=str) if ctx.is_main else ""
     plain = {
         name: str(value) if (number := as_number(value)) is None else number for name, value in (settings or {}).items()
     }
@@ -63,15 +65,20 @@ def log_start(
     log({**configuration, "explain": explain(ctx), "program": program}, step, ctx, trackers)
 
 
-def _program(ctx: DistContext, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _program(ctx: DistContext, steps: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    device = torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else ctx.device.type
     return {
         "started": f"{dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M:%SZ}",
         "command": shlex.join(sys.argv),
         "host": socket.gethostname(),
-        "ranks": f"{ctx.world_size} on {ctx.device.type}, nodes: {ctx.num_nodes}, attempt: {ctx.attempt + 1}",
-        "strategy": ", ".join(dict.fromkeys(record.name for record in ctx.applied)),
+        "nodes": ctx.num_nodes,
+        "ranks": ctx.world_size,
+        "device": device,
+        "attempt": ctx.attempt,
+        "transforms": ", ".join(dict.fromkeys(record.name for record in ctx.applied)),
         "versions": f"weft {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         "commit": _commit(Path(sys.argv[0]).resolve().parent),
+        "steps": steps,
         "settings": dict(settings),
     }
 

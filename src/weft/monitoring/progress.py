@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import importlib
 import sys
 import time
@@ -29,9 +30,10 @@ def progress(
 ) -> Iterator[T]:
     """Yield what a loop yields, and show how far it is, on the main rank only.
 
-    In a terminal, with the package rich: a bar with the time that is left. Elsewhere a line at the first
-    step, every `every_s` seconds and at the end, so that a log file stays readable. What is yielded is not touched,
-    and closing early is harmless.
+    In a terminal, with the package rich: a bar. Elsewhere a line at the first step, every `every_s` seconds and at the
+    end, so that a log file stays readable. Both show steps per second (seconds per step, if it is less than one) and
+    the time left, as soon as a second has passed since the first step, which is not counted: it often takes longer.
+    What is yielded is not touched, and closing early is harmless.
 
     Changes: nothing. Collectives: none.
 
@@ -63,24 +65,48 @@ def progress(
     bar = _bar(where) if where.isatty() else None
     text = show or str  # an empty one
     said, last = -1, time.monotonic() - every_s
+    pace = _Pace(count)
 
     def say() -> None:
         nonlocal said, last
         said, last = done, time.monotonic()
         of = "" if count is None else f" of {count}"
-        print(f"{title or 'step'}: {done}{of}{'' if show is None else '  ' + text()}", file=where, flush=True)
+        speed = ", ".join(["", *pace.words(done)])
+        print(f"{title or 'step'}: {done}{of}{speed}{'' if show is None else '  ' + text()}", file=where, flush=True)
 
     with contextlib.nullcontext() if bar is None else bar:
-        task = None if bar is None else bar.add_task(title, total=count, completed=done, text="")
+        task = None if bar is None else bar.add_task(title, total=count, completed=done, pace="", text="")
         for step in steps:
             yield step
             done += 1
+            pace.begin(done)
             if bar is not None:
-                bar.update(task, advance=1, text=text())
+                bar.update(task, advance=1, pace=", ".join(pace.words(done)), text=text())
             elif time.monotonic() - last >= every_s:
                 say()
     if bar is None and said != done:
         say()
+
+
+class _Pace:
+    """Speed since the first step, and the time that is left."""
+
+    def __init__(self, count: int | None) -> None:
+        self._count = count
+        self._first: tuple[int, float] | None = None  # which step it was, and when it was over
+
+    def begin(self, done: int) -> None:
+        self._first = self._first or (done, time.monotonic())
+
+    def words(self, done: int) -> list[str]:
+        step, since = self._first or (done, 0.0)
+        seconds = time.monotonic() - since
+        if done == step or seconds < 1:
+            return []
+        rate = (done - step) / seconds
+        speed = f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s per step"
+        left = 0 if self._count is None else max(self._count - done, 0) / rate
+        return [speed, f"{dt.timedelta(seconds=round(left))} left"] if left else [speed]
 
 
 def _length(steps: Iterable[Any], done: int) -> int | None:
@@ -97,8 +123,8 @@ def _bar(file: TextIO) -> Any:
     except ImportError:
         return None
     columns = [
-        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn(),
-        rich.TextColumn("{task.fields[text]}"),
+        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(),
+        rich.TextColumn("{task.fields[pace]}"), rich.TextColumn("{task.fields[text]}"),
     ]  # fmt: skip
     # What is printed meanwhile goes above the bar; what goes to a file stays there.
     lines = {"redirect_stdout": sys.stdout.isatty(), "redirect_stderr": sys.stderr.isatty()}

@@ -171,7 +171,8 @@ class Throughput:
             do at best, if that is known. `step_s`: seconds per step; `step_s/data`, `step_s/rest` and
             `step_s/<part>`: what they went to, as means over the ranks. `data_share`: `step_s/data` by `step_s`.
             `memory_bytes/rank_<r>`: the peak of an accelerator, what the process has on the CPU; with more than
-            32 ranks `memory_bytes/max` and `memory_bytes/min`. Ranks that see the same data count once.
+            32 ranks `memory_bytes/max` and `memory_bytes/min`, and as `memory_rank/max` and `memory_rank/min` the ranks
+            that have it. Ranks that see the same data count once.
 
         Raises:
             ContextError: The ranks have other names of parts, or more than 22.
@@ -226,5 +227,7 @@ class Throughput:
 
 def _memory(used: list[float]) -> dict[str, float]:
     if len(used) > _SHOWN:
-        return {"memory_bytes/max": max(used), "memory_bytes/min": min(used)}
+        most, least = max(used), min(used)
+        ranks = {"memory_rank/max": float(used.index(most)), "memory_rank/min": float(used.index(least))}
+        return {"memory_bytes/max": most, "memory_bytes/min": least, **ranks}
     return {f"memory_bytes/rank_{rank}": each for rank, each in enumerate(used)}

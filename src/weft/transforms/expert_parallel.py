@@ -138,7 +138,7 @@ def _check_axis(ctx: DistContext, axis: str) -> None:
             f"expert_parallel: batches are the same along {axis!r}",
             found=f"data axes {', '.join(map(repr, ctx.data_axes))}",
             expected="other tokens on each rank: those of one batch would be computed several times",
-            fix=f"weft.start(mesh=..., data_axes=({', '.join(map(repr, (*ctx.data_axes, axis)))}))",
+            fix=f"weft.start(mesh=..., data_axes={(*ctx.data_axes, axis)!r})",
         )
 
 

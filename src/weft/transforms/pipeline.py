@@ -188,6 +188,7 @@ class _Pipeline:
     def __init__(self, tensors: StageTensors, calls: Undoable) -> None:
         self._tensors = tensors
         self._calls = calls
+        self.schedule = getattr(calls, "schedule", None)  # of its probe, for `monitoring.probe_results`
 
     def layout(self, name: str) -> Layout | None:
         """The ranks that have a parameter."""

@@ -9,7 +9,7 @@ strings and places of tensors are marked in it (json_values.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -20,6 +20,7 @@ from torch import nn
 from weft import torch_internals
 from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.checkpoint.state.adapters import adapters_of
+from weft.checkpoint.state.containers import Filled
 from weft.checkpoint.state.json_values import check_tensor, check_values, encode
 from weft.checks import is_of
 from weft.collectives.on_all_ranks import on_all
@@ -115,7 +116,8 @@ def checkpointable(
     Args:
         objects: By name: modules, optimizers over parameters of these modules, and anything with
             `state_dict` and `load_state_dict`; random generators of your own (torch.Generator,
-            random.Random, numpy's), which may differ between the ranks.
+            random.Random, numpy's), which may differ between the ranks; dicts and lists of numbers and strings, the
+            same on all ranks, which `restore` fills in place.
         ctx: The context after all transforms.
         rng: Whether random states belong to it.
         only: Which parameters and buffers of modules belong to it, a function of "<object>/<name>", the same on all
@@ -130,7 +132,7 @@ def checkpointable(
         The state, for `save` and `restore`; and `ctx` with this in `applied`.
 
     Raises:
-        TypeError: An object has no state, or is an optimizer of torchao; the text names it.
+        TypeError: An object has no state, holds what cannot be saved, or is an optimizer of torchao; the text names it.
         ValueError: A name cannot be used, or an optimizer holds a parameter of no module in it.
 
     Example:
@@ -148,18 +150,22 @@ def checkpointable(
             expected='names without "/", other than "rng"',
             fix='weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)',
         )
+    held = {name: _held(obj) for name, obj in objects.items()}
     stateless = [
         f"{name}: {type(obj).__name__}"
-        for name, obj in objects.items()
+        for name, obj in held.items()
         if not isinstance(obj, (nn.Module, torch.optim.Optimizer, Stateful)) and not is_generator(obj)
     ]
     if stateless:
         raise type_error(
             "checkpointable: objects without state_dict and load_state_dict",
             found=listed(stateless),
-            expected="modules, optimizers, random generators, or objects with both methods",
-            fix="give the class state_dict() and load_state_dict(state); the step is an argument of weft.save",
+            expected="modules, optimizers, random generators, dicts and lists of values, or objects with both methods",
+            fix='put numbers into a dict, {"best": 0.0}, which restore fills; or give the class both methods',
         )
+    for name, obj in held.items():
+        if isinstance(obj, Filled):
+            encode(name, obj.state_dict(), {})  # what cannot be saved is refused here
     for what, function in (("before", before), ("after", after)):
         if function is not None and not callable(function):
             raise type_error(
@@ -168,7 +174,7 @@ def checkpointable(
                 expected='a function of "save" or "restore"',
                 fix=f"weft.checkpointable(objects, ctx, {what}=lambda what: ...)",
             )
-    state = Checkpoint({name: _unwrapped(obj) for name, obj in objects.items()}, rng, only, before, after)
+    state = Checkpoint(held, rng, only, before, after)
     for name, obj in objects.items():
         check_not_streamed("checkpointable", obj)
         if isinstance(obj, torch.optim.Optimizer):
@@ -224,10 +230,11 @@ def check_state(what: str, state: object) -> None:
         )
 
 
-def _unwrapped(obj: Any) -> Any:
-    """The module itself, if `torch.compile(module)` put a wrapper around it."""
+def _held(obj: Any) -> Any:
+    """What a state holds for an object: for `torch.compile(module)` the module in it, for a dict what fills it."""
     if not isinstance(obj, nn.Module):
-        return obj
+        is_plain = isinstance(obj, (MutableMapping, MutableSequence)) and not isinstance(obj, Stateful)
+        return Filled(obj) if is_plain else obj
     return torch_internals.MODULES.of(obj).get(torch_internals.COMPILED_MODULE.name, obj)
 
 

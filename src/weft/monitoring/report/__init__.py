@@ -5,6 +5,7 @@ read_run.py       what trackers wrote: JSON lines, CSV, event files of TensorBoa
 trace_events.py   what profiles say: the operations that took most time
 rehearsals.py     what `weft rehearse` found: memory by kind, messages by axis
 lost_replicas.py  who was lost in an elastic job, and who joined
+head.py           each start of a run, and the numbers one asks for first
 charts.py         which series share a chart, and in which unit
 page.py           everything on one page
 

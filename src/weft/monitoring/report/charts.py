@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from weft.monitoring.report.run import Run
 from weft.monitoring.report.trace_events import Trace
 
-__all__ = ["Chart", "bars", "chart", "charts_of", "folded_ranks", "trace_chart", "with_unit"]
+__all__ = ["MEMORY", "Chart", "bars", "caption", "chart", "charts_of", "folded_ranks", "trace_chart", "with_unit"]
 
 TRAINING, SPEED, MEMORY = "Training", "Throughput and parts of a step", "Memory"
 PARTS = "step_s/"
 
-_MOST_LINES = 16  # in one chart; of more, as of a thousand ranks, the highest, the median and the lowest are drawn
+_MOST_LINES = 16  # in one chart; of more, and of ranks, the highest and the lowest are drawn
 _MOST_POINTS, _FEWEST_POINTS, _ALL_POINTS = 2000, 50, 200_000  # of a line; of a page
-_FULL_NAMES = MappingProxyType({"lr": "Learning rate", "mfu": "Model FLOPs utilization", PARTS: "Parts of a step"})
+_FULL_NAMES = MappingProxyType(
+    {
+        "lr": "learning rate",
+        "mfu": "model FLOPs utilization",
+        "data_share": "time spent waiting for data",
+        "step_s": "time of a step",
+    }
+)
+_RANK = re.compile(r"rank_(\d+)")
 _MOST_LOST = 200  # values of a line that are not finite and marked
 
 Chart = dict[str, Any]
@@ -62,29 +69,40 @@ def chart(title: str, lines: Mapping[str, Points], marks: Iterable[int] = (), mo
     """
     steps = sorted({step for points in lines.values() for step in points})
     stacked = title == PARTS
+    names = [name.removeprefix(f"{title.rstrip('/')}/") for name in lines]
+    band = not stacked and (len(lines) > _MOST_LINES or (len(lines) > 1 and all(map(_RANK.fullmatch, names))))
     if stacked:  # what was not measured in a step took no time
         chosen = steps[:: math.ceil(len(steps) / most)]
         lines = {name: {step: points.get(step, 0.0) for step in chosen} for name, points in lines.items()}
-    elif len(lines) > _MOST_LINES:
-        lines = _extremes(lines)
+    holders: dict[str, dict[int, str]] = {}
+    if band:
+        of = "rank" if all(map(_RANK.fullmatch, names)) else f"of {len(lines)} series"
+        lines, holders = _band(dict(zip(names, lines.values(), strict=True)))
+        names = [f"{name} {of}" for name in lines]
     finite = [value for points in lines.values() for _, value in _finite(points)]
     factor, unit = _unit_of(title, max(map(abs, finite), default=1.0))
     drawn = []
-    for name, points in lines.items():
+    for shown, (name, points) in zip(names, lines.items(), strict=True):
         lost = [(step, str(value)) for step, value in sorted(points.items()) if not math.isfinite(value)][:_MOST_LOST]
         known = [(step, _rounded(value / factor)) for step, value in _thinned(_finite(points), most)]
         kept = sorted([*known, *((step, None) for step, _ in lost)])
         x, y = zip(*kept, strict=True) if kept else ((), ())
-        drawn.append({"name": name.removeprefix(f"{title.rstrip('/')}/"), "x": x, "y": y, "lost": lost})
+        drawn.append({"name": shown, "x": x, "y": y, "lost": lost})
+        if band:
+            drawn[-1]["who"] = [holders[name].get(step, "") for step in x]
+    in_memory = _section(title) == MEMORY
     return {
-        "title": _caption(title),
+        "title": "Parts of a step" if stacked else caption(title),
         "unit": unit,
         "lines": drawn,
         "marks": [step for step in marks if steps[0] <= step <= steps[-1]],
         "stacked": stacked,
         "wide": title == "loss",
-        "span": steps[-1] - steps[0],
-        "fromZero": stacked or (_section(title) != TRAINING and min(finite, default=0.0) >= 0),
+        "band": band,
+        "steps": [steps[0], steps[-1]],
+        "fromZero": stacked or (_section(title) == SPEED and min(finite, default=0.0) >= 0),
+        # Ranks that differ are told apart, and those that do not are not blown up.
+        "shows": [_rounded(0.9 * max(finite) / factor)] if in_memory and finite else [],
     }
 
 
@@ -118,16 +136,32 @@ def with_unit(name: str, value: float) -> str:
     return f"{value / factor:.4g}{'' if text.startswith('/') else ' '}{text}".rstrip()
 
 
+def caption(name: str) -> str:
+    """The name of a series, or of what is below it, for people.
+
+    Example:
+        >>> caption("loss/train_mean"), caption("tokens_per_s"), caption("memory_bytes/")
+        ('Loss, train mean', 'Tokens per second', 'Memory')
+    """
+    parts = [
+        _FULL_NAMES.get(part)
+        or re.sub(r"_s$", " time", part.replace("_per_s", " per second")).replace("_bytes", "").replace("_", " ")
+        for part in name.rstrip("/").split("/")
+    ]
+    words = ", ".join(parts)
+    return words[:1].upper() + words[1:]
+
+
 # -- which series belong together ---------------------------------------------------------------------------
 
 
 def _groups(series: Mapping[str, Points]) -> dict[str, Mapping[str, Points]]:
-    """Which series of a run share a chart; "a/" holds what is below a."""
+    """Which series of a run share a chart; "a/" holds what is below a, but for what has a unit of its own."""
     groups: dict[str, dict[str, Points]] = {}
     for name, points in series.items():
         above, slash, _ = name.rpartition("/")
-        key = "loss" if name.endswith("loss") or name.startswith("loss/") else f"{above}/" if slash else name
-        groups.setdefault(key, {})[name] = points
+        key = f"{above}/" if slash and _unit_of(name, 1.0) == _unit_of(f"{above}/", 1.0) else name
+        groups.setdefault("loss" if name.endswith("loss") or name.startswith("loss/") else key, {})[name] = points
     return dict(groups)
 
 
@@ -170,24 +204,25 @@ def _mean_parts(runs: Mapping[str, Run]) -> list[Chart]:
     return [bars("Parts of a step, mean", unit, list(runs), lines)]
 
 
-def _extremes(lines: Mapping[str, Points]) -> dict[str, Points]:
-    """The highest, the median and the lowest of many lines."""
-    values: dict[int, list[float]] = {}
-    for points in lines.values():
-        for step, value in points.items():
-            values.setdefault(step, []).append(value)
-    ways: dict[str, Callable[[list[float]], float]] = {
-        f"highest of {len(lines)}": max,
-        "median": statistics.median,
-        "lowest": min,
-    }
-    return {name: {step: way(each) for step, each in values.items()} for name, way in ways.items()}
+def _band(lines: Mapping[str, Points]) -> tuple[dict[str, Points], dict[str, dict[int, str]]]:
+    """The lowest and the highest of many lines, and whose value that is at each step."""
+    values: dict[int, list[tuple[float, str]]] = {}
+    for name, points in lines.items():
+        for step, value in _finite(points):
+            values.setdefault(step, []).append((value, name.replace("rank_", "rank ")))
+    pairs = {"lowest": {s: min(v) for s, v in values.items()}, "highest": {s: max(v) for s, v in values.items()}}
+    found = {way: {step: value for step, (value, _) in each.items()} for way, each in pairs.items()}
+    return dict(found), {way: {step: name for step, (_, name) in each.items()} for way, each in pairs.items()}
 
 
 def _section(name: str) -> str:
-    if name.startswith("step_s") or name.endswith(("_per_s", "data_share", "mfu")):
+    if _is_time(name) or name.endswith(("_per_s", "data_share", "mfu")):
         return SPEED
     return MEMORY if "memory" in name or "bytes" in name else TRAINING
+
+
+def _is_time(name: str) -> bool:
+    return re.search(r"(^|/)step_s(/|$)|(?<!_per)_s$", name) is not None
 
 
 # -- numbers and names ----------------------------------------------------------------------------------------
@@ -217,9 +252,9 @@ def _unit_of(name: str, largest: float) -> tuple[float, str]:
     """By what a value is divided, and the unit it then has."""
     if "bytes" in name:
         return _prefix(largest, (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
-    if name.endswith("share") or name == "mfu":
+    if name.endswith(("share", "mfu")):
         return 0.01, "%"
-    if name.startswith("step_s"):
+    if _is_time(name):
         return _prefix(largest, (1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
     per_s = "/s" if name.endswith("_per_s") else ""
     if largest >= 1e4:
@@ -230,14 +265,3 @@ def _unit_of(name: str, largest: float) -> tuple[float, str]:
 
 def _prefix(largest: float, *units: tuple[float, str]) -> tuple[float, str]:
     return next((each for each in units if largest >= each[0]), units[-1])
-
-
-def _caption(title: str) -> str:
-    if title in _FULL_NAMES:
-        return _FULL_NAMES[title]
-    words = (
-        re.sub(r"_s$", " time", title.rstrip("/").replace("_per_s", " per second"))
-        .replace("_bytes", "")
-        .replace("_", " ")
-    )
-    return words[:1].upper() + words[1:]

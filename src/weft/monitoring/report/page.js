@@ -7,7 +7,10 @@
   const logarithmic = document.getElementById("log");
   const system = matchMedia("(prefers-color-scheme: dark)");
   const drawn = new Map(); // element -> chart
-  let zoom = null; // range of steps that all charts show; null: everything
+  const steps = charts.filter((chart) => chart.steps).flatMap((chart) => chart.steps);
+  const [first, last] = [Math.min(...steps), Math.max(...steps)];
+  const everything = first < last ? [first, last] : [first - 1, last + 1];
+  let zoom = everything; // range of steps that all charts show
 
   const probe = document.createElement("span");
   probe.hidden = true;
@@ -37,9 +40,9 @@
   }
 
   function lineTraces(chart) {
-    const weight = Number(smoothing.value);
+    const weight = chart.band ? 0 : Number(smoothing.value);
     const unit = chart.unit ? ` ${chart.unit}` : "";
-    const spacing = chart.span / Math.max(...chart.lines.map((line) => line.x.length - 1), 1) || 1;
+    const spacing = (chart.steps[1] - chart.steps[0]) / Math.max(...chart.lines.map((line) => line.x.length - 1), 1) || 1;
     const traces = [];
     chart.lines.forEach((line, index) => {
       const tint = color(`c${index % 8}`);
@@ -47,7 +50,7 @@
       const name = plain(line.name);
       const known = line.y.filter((value) => value !== null).length;
       const smooth = weight > 0 && known > 2;
-      const common = { type: "scatter", x: line.x, name, legendgroup: `${index}` };
+      const common = { type: "scatter", x: line.x, name, legendgroup: `${index}`, cliponaxis: false };
       const shape = { color: tint, width: chart.stacked ? 0.5 : 2, dash };
       if (smooth && !chart.stacked) {
         traces.push({
@@ -58,14 +61,17 @@
       traces.push({
         ...common, y: smooth ? smoothed(line, weight, spacing) : line.y, customdata: line.y, line: shape,
         mode: known > 2 ? "lines" : "lines+markers", marker: { color: tint, size: 8 },
-        hovertemplate: smooth ? `%{y:.5~g}${unit} (logged: %{customdata:.5~g})` : `%{y:.5~g}${unit}`,
+        hovertemplate: smooth ? `%{y:.5~g}${unit} (logged: %{customdata:.5~g})`
+          : line.who ? `%{y:.5~g}${unit} (%{text})` : `%{y:.5~g}${unit}`,
+        ...(line.who ? { text: line.who.map(plain) } : {}),
+        ...(chart.band && index ? { fill: "tonexty", fillcolor: faint(tint, 0.2) } : {}),
         ...(chart.stacked ? { stackgroup: "all", fillcolor: faint(tint, 0.75) } : {}),
       });
       if (line.lost.length) {
         traces.push({
           ...common, x: line.lost.map(([step]) => step), y: line.lost.map(() => 0.97), yaxis: "y2", mode: "markers",
           marker: { color: tint, symbol: "x", size: 8 }, text: line.lost.map(([, value]) => value),
-          showlegend: false, hovertemplate: "%{text}", cliponaxis: false,
+          showlegend: false, hovertemplate: "%{text}",
         });
       }
     });
@@ -87,7 +93,7 @@
       font: { color: soft, family: "system-ui, sans-serif", size: 12 },
       hoverlabel: { bgcolor: sheet, bordercolor: rule, font: { color: ink } },
       modebar: { bgcolor: "rgba(0, 0, 0, 0)", color: soft, activecolor: ink },
-      margin: { l: 64, r: 18, t: 34, b: 46 },
+      margin: { l: 64, r: 26, t: 46, b: 46 },
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: ink } },
       showlegend: chart.lines.length > 1,
     };
@@ -102,11 +108,11 @@
       ...result, hovermode: "x unified", uirevision: `${logarithmic.checked}`,
       xaxis: {
         ...axis, title: { text: "step" }, hoverformat: ",d", unifiedhovertitle: { text: "step %{x:,d}" },
-        ...(zoom ? { range: zoom } : { autorange: true }), ...(chart.span < 8 ? { dtick: 1 } : {}),
+        range: [...zoom], ...(zoom[1] - zoom[0] < 8 ? { dtick: 1 } : {}),
       },
       yaxis: {
         ...axis, title: { text: chart.unit }, exponentformat: "e", rangemode: chart.fromZero ? "tozero" : "normal",
-        type: logarithmic.checked && !chart.stacked ? "log" : "linear",
+        type: logarithmic.checked && !chart.stacked ? "log" : "linear", autorangeoptions: { include: chart.shows },
       },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
       shapes: chart.marks.map((step) => ({
@@ -121,32 +127,36 @@
   }
 
   const config = {
-    responsive: true, displaylogo: false, showSendToCloud: false, plotlyServerURL: "",
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "sendChartToCloud"],
+    responsive: true, doubleClick: false, displaylogo: false, showSendToCloud: false, plotlyServerURL: "",
+    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "resetScale2d", "sendChartToCloud"],
     toImageButtonOptions: { format: "svg" },
   };
 
   function draw(element) {
     const chart = charts[Number(element.dataset.chart)];
-    const first = !drawn.has(element);
+    const isNew = !drawn.has(element);
     drawn.set(element, chart);
     Plotly.react(element, chart.rows ? barTraces(chart) : lineTraces(chart), layout(chart), config);
-    if (first && !chart.rows) element.on("plotly_relayout", (change) => follow(element, change));
+    if (isNew && !chart.rows) {
+      element.on("plotly_relayout", (change) => follow(element, change));
+      element.on("plotly_doubleclick", reset);
+    }
   }
 
   /** Zooming into some steps in one chart shows these steps in all. */
   function follow(element, change) {
     const range = change["xaxis.range"] || [change["xaxis.range[0]"], change["xaxis.range[1]"]];
-    if (change["xaxis.autorange"]) show(null, element);
-    else if (range[0] !== undefined && (!zoom || range[0] !== zoom[0] || range[1] !== zoom[1])) show(range, element);
+    if (range[0] === undefined || (range[0] === zoom[0] && range[1] === zoom[1])) return;
+    zoom = range;
+    for (const [other, chart] of drawn) {
+      if (!chart.rows && other !== element) Plotly.relayout(other, { "xaxis.range": [...zoom] });
+    }
   }
 
-  function show(range, source) {
-    if (range === null && zoom === null) return;
-    zoom = range;
+  function reset() {
+    zoom = everything;
     for (const [element, chart] of drawn) {
-      if (chart.rows || element === source) continue;
-      Plotly.relayout(element, range ? { "xaxis.range": [...range] } : { "xaxis.autorange": true });
+      if (!chart.rows) Plotly.relayout(element, { "xaxis.range": [...zoom], "yaxis.autorange": true });
     }
   }
 
@@ -163,12 +173,7 @@
     root.className = isDark() ? "light" : "dark";
     redraw();
   });
-  document.getElementById("reset").addEventListener("click", () => {
-    zoom = null;
-    for (const [element, chart] of drawn) {
-      if (!chart.rows) Plotly.relayout(element, { "xaxis.autorange": true, "yaxis.autorange": true });
-    }
-  });
+  document.getElementById("reset").addEventListener("click", reset);
 
   const plots = [...document.querySelectorAll(".plot")];
   const near = new IntersectionObserver((entries) => {

@@ -9,7 +9,6 @@ which is why that has the name `plotly.js-style-global`; a sheet for maps that i
 from __future__ import annotations
 
 import base64
-import datetime as dt
 import hashlib
 import html
 import importlib.resources
@@ -22,7 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from weft.checks import import_extra
-from weft.monitoring.report.charts import Chart, charts_of, folded_ranks, trace_chart, with_unit
+from weft.monitoring.report.charts import MEMORY, Chart, charts_of, trace_chart
+from weft.monitoring.report.head import about, cards, finals, memory_rows, starts
 from weft.monitoring.report.lost_replicas import replica_rows
 from weft.monitoring.report.read_run import EXPLAIN, read
 from weft.monitoring.report.rehearsals import facts, message_rows, rehearsal_charts
@@ -30,9 +30,9 @@ from weft.monitoring.report.run import Run
 
 __all__ = ["render", "write_report"]
 
-_FIRST = ("loss", "tokens_per_s", "samples_per_s", "mfu", "data_share")  # last values at the head of the page
 _EVENTS = ("preempted", "failure")  # names of texts that say why a program ended
-_HEALTH = "health"
+_RECORDS = "records"  # a table of rows that stand one below the other where the screen is narrow
+_HEALTH, _PROBES = "health", "probes"
 _SHEET_FOR_MAPS = r'getElementById\("([0-9a-f]{32,})"\)'
 _SHOWN = 20  # steps with values that are not finite, by number
 
@@ -79,9 +79,12 @@ def render(runs: Sequence[Run]) -> str:
     named = dict(zip(_names(runs), runs, strict=True))
     charts: list[Chart] = []
     sections = {title: _figures(drawn, charts) for title, drawn in charts_of(named).items()}
+    if MEMORY in sections:
+        sections[MEMORY] += _memory(named)
     sections |= {
         "Replicas": _replicas(named),
         "Health": _health(named),
+        "Probes": _probes(named),
         "Profiles": _profiles(named, charts),
         "Rehearsals": _rehearsals(named, charts),
         "Checkpoints, preemptions and failures": _events(named),
@@ -132,16 +135,29 @@ def _figures(drawn: Iterable[Chart], charts: list[Chart]) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "") -> str:
     """A table, empty without rows."""
-    lines = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    labels = head if kind == _RECORDS else [""] * len(head)
+    lines = "".join(f"<tr>{''.join(map(_cell, row, labels))}</tr>" for row in rows)
     names = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     table = f'<table class="{kind}"><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>'
     return f'<div class="scroll">{table}</div>' if lines else ""
 
 
-def _cell(value: object) -> str:
+def _table_of(lines: Sequence[Sequence[str]], kind: str = "") -> str:
+    """A table whose first line is its head; empty without lines."""
+    return _table(lines[0], lines[1:], kind) if lines else ""
+
+
+def _of_runs(runs: Runs, head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    """A table of rows that begin with the name of a run, which one run does not need."""
+    alone = len(runs) == 1
+    return _table(head, [row[1:] for row in rows], kind) if alone else _table(["run", *head], rows, kind)
+
+
+def _cell(value: object, label: str) -> str:
     """Numbers stand to the right."""
     text = str(value)
     kind = ' class="n"' if re.fullmatch(r"-?\d[\d.,e+-]*( ?[%a-zA-Z/]{1,3})?", text) else ""
+    kind += f' data-label="{html.escape(label)}"' if label else ""
     return f"<td{kind}>{html.escape(text)}</td>"
 
 
@@ -173,43 +189,26 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _head(runs: Runs) -> str:
-    about, finals = [_about(run) for run in runs.values()], [_finals(run) for run in runs.values()]
     if len(runs) == 1:
-        return _pairs("about", about[0]) + _pairs("facts", _facts(*runs.values()))
-    tables = [_table(["", *runs], _side_by_side(columns), "runs") for columns in (about, finals)]
-    return "<h2>Final values</h2>".join(tables)
+        (run,) = runs.values()
+        common, table = starts(run)
+        return _pairs("about", common or _ranks(run)) + _table_of(table, _RECORDS) + _pairs("facts", cards(run))
+    columns = [about(run) or _ranks(run) for run in runs.values()], [finals(run) for run in runs.values()]
+    return "<h2>Final values</h2>".join(_table(["", *runs], _side_by_side(each), "runs") for each in columns)
 
 
-def _about(run: Run) -> dict[str, str]:
-    """What `log_start` wrote; else what `explain` says."""
-    if not run.programs:
-        ranks = re.match(r"rank \d+ of (\d+ on \S+)", _explained(run))
-        return {"ranks": ranks[1]} if ranks else {}
-    first, last = run.programs[0], run.programs[-1]
-    duration = dt.timedelta(seconds=max(round(run.ended - first["began"]), 0))
-    found = {"started": first["started"], "duration": str(duration), **last} | {"started": first["started"]}
-    return {name: str(value) for name, value in found.items() if value and name not in ("settings", "began")}
+def _ranks(run: Run) -> dict[str, str]:
+    """What `explain` says, if `log_start` wrote nothing."""
+    ranks = re.match(r"rank \d+ of (\d+ on \S+)", _explained(run))
+    return {"ranks": ranks[1]} if ranks else {}
 
 
-def _finals(run: Run) -> dict[str, str]:
-    """The last step, and the last value of each series; of memory the highest."""
-    last = max((step for points in run.series.values() for step in points), default=0)
-    found = {"steps": f"{last:,}"}
-    for name, points in folded_ranks(run.series).items():
-        values = [points[step] for step in sorted(points) if math.isfinite(points[step])]
-        if values:
-            found[name] = with_unit(name, max(values) if "memory_bytes" in name else values[-1])
-    return found
-
-
-def _facts(run: Run) -> dict[str, str]:
-    """The numbers one asks for first."""
-    finals = _finals(run) if run.series else {}
-    found = {name: text for name, text in finals.items() if name == "steps" or name.endswith(_FIRST)}
-    found |= {
-        name.replace("memory_bytes", "peak memory"): text for name, text in finals.items() if "memory_bytes" in name
-    }
-    return found | ({"resumed": f"{len(run.resumes)} x"} if run.resumes else {})
+def _memory(runs: Runs) -> str:
+    """Of one run: each rank, for those that lie on each other in the chart."""
+    if len(runs) > 1:
+        return ""
+    title, table = memory_rows(*runs.values())
+    return f"<h3>{title}</h3>{_table_of(table)}" if table else ""
 
 
 def _health(runs: Runs) -> str:
@@ -221,12 +220,19 @@ def _health(runs: Runs) -> str:
             at = ", ".join(f"{step:,}" for step in lost[:_SHOWN]) + (", ..." if len(lost) > _SHOWN else "")
             if lost:
                 rows.append((name, f"{lost[0]:,}", f"{series} is not finite at {len(lost)} step(s): {at}"))
-    return _table(("run", "step", "finding"), rows)
+    return _of_runs(runs, ("step", "finding"), rows)
+
+
+def _probes(runs: Runs) -> str:
+    """What `probe_results` said last."""
+    texts = [(name, *run.texts[_PROBES][-1]) for name, run in runs.items() if _PROBES in run.texts]
+    rows = [(name, *line.partition(": ")[::2], f"{step:,}") for name, step, text in texts for line in text.splitlines()]
+    return _of_runs(runs, ("transform", "what was measured", "up to step"), rows, _RECORDS)
 
 
 def _replicas(runs: Runs) -> str:
     rows = [(name, *row) for name, run in runs.items() for row in replica_rows(run.quorums)]
-    return _table(("run", "before step", "time", "what happened", "why", "cost"), rows)
+    return _of_runs(runs, ("before step", "time", "what happened", "why", "cost"), rows, _RECORDS)
 
 
 def _profiles(runs: Runs, charts: list[Chart]) -> str:
@@ -247,7 +253,8 @@ def _rehearsals(runs: Runs, charts: list[Chart]) -> str:
     parts: list[str] = []
     for name, found in ((name, found) for name, run in runs.items() for found in run.rehearsals):
         inner = _pairs("facts", facts(found)) + _figures(rehearsal_charts(found), charts)
-        inner += _table(("messages of a step", "axis", "ranks", "count", "whole", "sent"), message_rows(found))
+        head = ("messages of a step", "axis", "ranks", "count", "whole", "sent")
+        inner += _table(head, message_rows(found), _RECORDS)
         parts.append(_details(f"{name}: {found['program']}, before it runs", inner, opened=not parts))
     return "".join(parts)
 
@@ -257,9 +264,8 @@ def _events(runs: Runs) -> str:
     for name, run in runs.items():
         rows += [(name, f"{step:,}", "resumed after this step") for step in run.resumes]
         rows += [(name, f"{s:,}", f"{what}: {text}") for what in _EVENTS for s, text in run.texts.get(what, [])]
-        rows += [(name, "", f"started again {p['started']}, ranks: {p.get('ranks')}") for p in run.programs[1:]]
         rows += [(name, "", f"checkpoint {each}") for each in run.checkpoints]
-    return _table(("run", "step", "what happened"), rows)
+    return _of_runs(runs, ("step", "what happened"), rows)
 
 
 def _settings(runs: Runs) -> str:
@@ -286,7 +292,7 @@ def _texts(runs: Runs) -> str:
         _details(f"{name}: {what}", f"<pre>{html.escape(texts[-1][1])}</pre>")
         for name, run in runs.items()
         for what, texts in run.texts.items()
-        if what not in (*_EVENTS, _HEALTH, EXPLAIN)
+        if what not in (*_EVENTS, _HEALTH, _PROBES, EXPLAIN)
     )
 
 

@@ -13,6 +13,7 @@ import datetime as dt
 import importlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -66,6 +67,7 @@ def read(folder: str | Path) -> Run:
             _read_json(run, path)
     found = [path.parent for path in files if path.name == "manifest.json"]
     run.checkpoints = [str(path.relative_to(run.folder)) for path in sorted(found, key=_by_number)]
+    _name_ranks(run.series)
     run.programs = list(_programs(run.texts.pop(PROGRAM, [])))
     for program in run.programs:
         run.settings |= program["settings"]
@@ -83,11 +85,22 @@ def _problems(run: Run, path: Path) -> Iterator[None]:
 
 def _programs(texts: list[tuple[int, str]]) -> Iterator[dict[str, Any]]:
     """What `log_start` wrote; a text of the same name that somebody else wrote is left out."""
-    for _, text in texts:
+    for step, text in texts:
         with contextlib.suppress(*_WRONG):
             program = json.loads(text)
             began = dt.datetime.fromisoformat(program["started"]).timestamp()
-            yield {**program, "began": began, "settings": dict(program["settings"])}
+            yield {**program, "step": step, "began": began, "settings": dict(program["settings"])}
+
+
+def _name_ranks(series: dict[str, dict[int, float]]) -> None:
+    """Of many ranks, `throughput` logs the highest and the lowest memory, and which ranks have it."""
+    for name in [name for name in series if re.fullmatch(r"(.*/)?memory_rank/(max|min)", name)]:
+        ranks, bytes_name = series.pop(name), name.replace("memory_rank", "memory_bytes")
+        values = series.pop(bytes_name, {})
+        for step, value in values.items():
+            rank = ranks.get(step, math.nan)
+            known = bytes_name.rpartition("/")[0] + f"/rank_{round(rank)}" if math.isfinite(rank) else bytes_name
+            series.setdefault(known, {})[step] = value
 
 
 def _by_number(path: Path) -> tuple[str, int]:

@@ -25,7 +25,7 @@ class Run:
         settings: Hyperparameters, by name.
         starts: Steps that were done when a program began, if it said so.
         resumes: Those of them at which a run was resumed.
-        programs: What `log_start` wrote of each program, and when it began, in seconds since 1970.
+        programs: What `log_start` wrote of each program, at which step, and when it began, in seconds since 1970.
         quorums: Of an elastic job: the step with which each began, and what had led to it.
         ended: When the last file was written, in seconds since 1970.
         checkpoints: Names of folders with a manifest.

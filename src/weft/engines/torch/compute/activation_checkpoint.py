@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -67,9 +68,9 @@ class Recomputed:
             # What `save` keeps stays on the device; torch 2.14 wants that said, as a later one may go another way.
             if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
                 settings["respect_saved_tensors_hooks"] = False
-        schedule = Schedule(options.probes, list(blocks))
+        self.schedule = Schedule(options.probes, list(blocks))
         for name, block in blocks.items():
-            around = Checkpoint(name, block, settings, schedule, offload=options.offload)
+            around = Checkpoint(name, block, settings, self.schedule, offload=options.offload)
             attach(block, self._removable, around=around, methods=["forward"])
 
     def undo(self) -> None:
@@ -147,7 +148,9 @@ class Checkpoint:
         return watched
 
     def _check_equal(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        if not torch.equal(first, second):
+        is_equal = torch.equal(first, second)
+        self._schedule.note(self._name, [("what it returns", 0.0 if is_equal else math.inf)])
+        if not is_equal:
             raise ProbeFailed(
                 f"recompute: block {self._name!r} returned something else when it was computed again in backward",
                 found="other values than in forward, for the same inputs",

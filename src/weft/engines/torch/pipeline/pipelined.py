@@ -88,6 +88,7 @@ class PipelinedModule:
         self._aliases = Aliases()
         self._schedules: dict[Any, Any] = {}
         self._rows = RowProbe(options.probes, module, self._borders, self.here, len(options.stages))
+        self.schedule = self._rows.schedule
         self._lent = LentLayers(module, options.stages, self.owners, group, device)
         self._stage_modules = {number: _StageModule(self, number) for number in self.here}
         self._pass: _Pass | None = None

@@ -20,12 +20,12 @@ from weft.engines.torch.pipeline.batch_parts import Inputs, MicroBatches
 from weft.engines.torch.pipeline.losses import Loss, Result, combined
 from weft.engines.torch.pipeline.outputs import join, row_dims
 from weft.engines.torch.pipeline.stage_borders import Borders
-from weft.engines.torch.probes.compare import difference, largest_over
+from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over
 from weft.engines.torch.probes.no_trace import measured, no_trace, random_kept, zeros_filled
 from weft.engines.torch.probes.observed import Observed
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
 from weft.engines.torch.probes.same_draws import SameDraws
-from weft.errors import ProbeFailed
+from weft.errors import ProbeFailed, listed
 from weft.tensors.dtensor import local
 from weft.tensors.nested import map_tensors, tensors
 
@@ -42,11 +42,12 @@ class RowProbe:
 
     Attributes:
         dims: The dimension of rows in each tensor that the last layer returns; None if it is not known.
+        schedule: Which calls are measured, and what was found.
     """
 
     def __init__(self, mode: ProbeMode, module: nn.Module, borders: Borders, here: Sequence[int], stages: int) -> None:
         self.dims: list[int | None] | None = None
-        self._schedule = Schedule(mode, ["rows"])
+        self.schedule = Schedule(mode, ["rows"])
         self._module = module
         self._borders = borders
         self._here = here
@@ -57,7 +58,7 @@ class RowProbe:
 
     def begin(self) -> None:
         """A call with gradients begins."""
-        self._is_due = self._schedule.is_due("rows")
+        self._is_due = self.schedule.is_due("rows")
         if self._is_due:
             self._quiet = self._watch.enter_context(quiet_hooks(self._module))
 
@@ -80,8 +81,8 @@ class RowProbe:
         Of the gradients in each stage and of the loss, apart and together; and of the loss of one micro-batch, with
         all layers on one rank and on several.
 
-        Collectives: what leaves stages and comes back, and one all-reduce of a number per stage. In the first call,
-        those of `compute_whole`.
+        Collectives: one all-gather of two numbers; what leaves stages and comes back, and one all-reduce of a number
+        per stage. In the first call, those of `compute_whole`.
 
         Args:
             batches: Of which the first and the last one are measured.
@@ -91,11 +92,15 @@ class RowProbe:
             group: The ranks of the pipeline.
             device: Of this rank.
             is_sum: Whether losses are parts of one sum.
+
+        Raises:
+            ProbeFailed: On all ranks: they were given different batches.
         """
         self._watch.close()
         last = len(batches.parts) - 1
         if not self._is_due or not last:
             return []
+        _check_same_batch(batches.whole, group, device)
         parts, whole = [batches.parts[0], batches.parts[last]], batches.together([0, last])
         quiet = self._quiet_everywhere(group, device) if self._is_due == 1 else None
         with measured(recompute=True), no_trace(self._module), zeros_filled(self._module), random_kept():
@@ -116,7 +121,9 @@ class RowProbe:
                 found[-2] = difference(Compared("the loss", apart.losses[0].mean(), alone.mean()))
             found[-1] = float(runs.observed.low)
             *worst, low = largest_over(group, found, device)
-        return [relative if relative > (_LOW_LIMIT if low else _LIMIT) else 0.0 for relative in worst]
+        limit = _LOW_LIMIT if low else _LIMIT
+        self.schedule.note("", zip(_names(self._stages), (relative / limit for relative in worst), strict=True))
+        return [relative if relative > limit else 0.0 for relative in worst]
 
     def _quiet_everywhere(self, group: dist.ProcessGroup, device: torch.device) -> set[int] | None:
         """The hooks that return nothing on any rank, by id; None if ranks have different ones.
@@ -129,6 +136,17 @@ class RowProbe:
             return None
         loud = largest_over(group, [float(id(hook) not in self._quiet) for hook in hooks], device)
         return {id(hook) for hook, returns in zip(hooks, loud, strict=True) if not returns}
+
+
+def _check_same_batch(inputs: Inputs, group: dist.ProcessGroup, device: torch.device) -> None:
+    others = [dist.get_global_rank(group, rank) for rank in differing_ranks(inputs.nested(), group, device)]
+    if others:
+        raise ProbeFailed(
+            "pipeline: the ranks of one pipeline were given different batches",
+            found=f"other values or shapes on rank {listed(others)} than on {dist.get_global_rank(group, 0)}",
+            expected="one batch on all of them: the first stage reads its inputs, and the last one its targets",
+            fix="loader, ctx = weft.shard_data(loader, ctx)  # the same batches along the axis of the stages",
+        )
 
 
 def check_rows(worst: Sequence[float]) -> None:
@@ -145,8 +163,8 @@ def check_rows(worst: Sequence[float]) -> None:
             "several stages use",
             fix="x, kept = layer(x, kept)  # what a later layer needs goes through those before it",
         )
-    names = [*(f"the gradients of stage {number}" for number in range(len(worst) - 2)), "the loss"]
-    wrong = [f"{name} by {relative:.2g}" for name, relative in zip(names, worst, strict=False) if relative]
+    pairs = zip(_names(len(worst) - 2), worst, strict=True) if worst else ()
+    wrong = [f"{name} by {relative:.2g}" for name, relative in pairs if relative]
     if wrong:
         raise ProbeFailed(
             "pipeline: rows of a batch are mixed, which are computed in micro-batches",
@@ -155,6 +173,11 @@ def check_rows(worst: Sequence[float]) -> None:
             "over the batch",
             fix='LayerNorm or GroupNorm for each row, or weft.pipeline(..., micro_batches=1, schedule="gpipe")',
         )
+
+
+def _names(stages: int) -> list[str]:
+    gradients = (f"the gradients of stage {number}" for number in range(stages))
+    return [*gradients, "the loss", "the loss with all layers on each rank"]
 
 
 class _Run:

@@ -66,7 +66,7 @@ class Prober:
         self._probe = probe
         self._peers = peers
         self._device = device
-        self._schedule = Schedule(mode, list(probe.units))
+        self.schedule = Schedule(mode, list(probe.units))
         self._due: dict[str, int] = {}
         self._called: set[str] = set()
         self._loud: list[Any] = []  # hooks of the user that return something
@@ -189,7 +189,7 @@ class Prober:
         # In a backward pass it is a block that is computed again.
         if is_measured() or torch_internals.graph_task_id() != -1 or _is_simulated(args, kwargs) or in_torch_func():
             return 0
-        number = self._schedule.is_due(name, _kind(self._probe.units[name], args, kwargs))
+        number = self.schedule.is_due(name, _kind(self._probe.units[name], args, kwargs))
         if number:
             self._check_inputs(name, self._probe.equal_inputs(name, args, kwargs))
         return number
@@ -237,6 +237,7 @@ class Prober:
         with self._apart(name, quiet):
             pairs = self._probe.measure(name, *given, gradients=gradients)
             found = [(difference(one) / one.limit, one) for one in pairs]
+            self.schedule.note(name, ((one.what, times) for times, one in found if one.trained is None))
             self._judge(name, [one for one in found if one[1].trained is None])
         return [one for one in found if one[1].trained is not None]
 
