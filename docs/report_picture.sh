@@ -10,5 +10,5 @@ trap 'rm -rf "$work"' EXIT
 cd "$work" && ln -s "$root/examples" examples  # the report names the command: with no folder of this machine
 weft launch -n 2 examples/train_lm.py --log-every 10 "${@:2}"
 # Without a sandbox, which root cannot have: the page is our own.
-chromium --headless --no-sandbox --hide-scrollbars --window-size=1200,1240 --virtual-time-budget=10000 \
+chromium --headless --no-sandbox --hide-scrollbars --window-size=1200,1370 --virtual-time-budget=10000 \
   --screenshot="$picture" "file://$work/runs/train_lm/report.html"
