@@ -1,10 +1,10 @@
 """Train a small language model, byte by byte, on the source files of Python's standard library.
 
-    python examples/train_lm.py                     # one process
-    weft launch -n 2 examples/train_lm.py           # two ranks: the same loss curve
-    weft launch -n 2 examples/train_lm.py --resume  # resumes a run, on any number of ranks
-    weft report runs/train_lm                       # the run so far as one page of HTML
-    weft report runs/a runs/b                       # two runs, side by side
+    python examples/train_lm.py                                 # one process
+    weft launch -n 2 examples/train_lm.py                       # two ranks: the same loss curve
+    weft launch -n 4 examples/train_lm.py --resume --steps 500  # trains a run further, on any number of ranks
+    weft report runs/train_lm                                   # the run so far as one page of HTML
+    weft report runs/a runs/b                                   # two runs, side by side
 
 The model is plain torch and does not use weft, and neither does the loop from `for step, window` on. Results go to
 `--out`: `model.safetensors`, checkpoints, a TensorBoard log, `log.jsonl` and `report.html`. On SIGTERM the run saves a
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import weft
 from weft import monitoring
 
-BYTES = 256
+BYTES, WARMUP_STEPS = 256, 20
 STAGES: dict[str, Literal[1, 2, 3]] = {"zero1": 1, "zero2": 2, "zero3": 3}
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
     if options.strategy in STAGES:
         model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=STAGES[options.strategy])
     model, windows, ctx = weft.accumulate_grads(model, loader, ctx, steps=options.accumulate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_lr)
     objects = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": windows}
     state, ctx = weft.checkpointable(objects, ctx)
 
@@ -161,6 +161,11 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
         print(f"held-out loss {first:.4f} -> {last:.4f} nats per byte; results in {options.out}")
 
 
+def share_of_lr(step: int) -> float:
+    """Warmup, then an inverse square root: without `--steps` in it, so that a finished run can be trained further."""
+    return min((step + 1) / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / (step + 1)))
+
+
 def resume(state: weft.checkpoint.Checkpoint, options: argparse.Namespace, ctx: weft.DistContext) -> int:
     """Go on from the newest checkpoint if asked to, or started again by the launcher; the steps that are done."""
     checkpoints = options.out / "checkpoints"
@@ -200,7 +205,7 @@ def endless(loader: Iterable[T]) -> Iterator[T]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps in all, with those before --resume")
     parser.add_argument("--batch", type=int, default=8, help="sequences per micro-batch, of all ranks together")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per optimizer step")
     parser.add_argument("--strategy", default="replicate", choices=("replicate", "fully_shard", *STAGES))

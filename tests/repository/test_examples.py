@@ -7,6 +7,7 @@ import io
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -201,6 +202,18 @@ def test_the_language_model_leaves_weights_and_a_log(trained):
     for n in (1, 2):
         steps = _scalars(trained[n][1])
         assert steps["loss"] == steps["tokens_per_s"] == list(range(1, 13)) and steps["held_out_loss"] == [12]
+
+
+def test_a_finished_run_of_the_language_model_is_trained_further(trained, tmp_path):
+    """On one rank after two, with the losses of a run that was never interrupted."""
+    shutil.copytree(trained[2][1], tmp_path / "resumed")
+    command = [str(EXAMPLES / "train_lm.py"), *SETTINGS, "--steps", "16", "--out"]
+    resumed, whole = _scripts([*command, str(tmp_path / "resumed"), "--resume"], [*command, str(tmp_path / "whole")])
+    steps = r"step +(\d+)  loss"
+    assert re.findall(steps, resumed) == [str(n) for n in range(13, 17)]
+    losses = [_losses(text, r"step +\d+  loss ([\d.]+)") for text in (resumed, whole)]
+    assert losses[0] == pytest.approx(losses[1][12:], abs=2e-4)  # float32, as above
+    assert _scalars(tmp_path / "resumed")["loss"] == list(range(1, 17))
 
 
 def test_a_new_run_of_the_language_model_leaves_the_checkpoints_of_the_last_one_alone(tmp_path):
