@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.fix_lines.told import told
@@ -106,6 +108,21 @@ class OneProcess(TorchEngine):
 
 
 # -- accumulate_grads --------------------------------------------------------------------------------
+
+
+def _under_ddp(ctx):
+    model = nn.Linear(2, 1)
+    loader, ctx = weft.shard_data(DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2), ctx)
+    with told("transforms/accumulate_grads.py", "averages these gradients") as it:
+        weft.accumulate_grads(DistributedDataParallel(model), loader, ctx, steps=2)
+    names = it.run(model=model, ctx=ctx)
+    model, windows, ctx = weft.accumulate_grads(names["model"], loader, names["ctx"], steps=2)
+    for (x,) in next(iter(windows)):
+        model(x).sum().backward()
+
+
+def test_windows_of_a_model_under_ddp():
+    run_ranks(_under_ddp, 2)
 
 
 def test_windows_with_options_that_do_not_exist():

@@ -25,15 +25,8 @@ def _pieces(ctx, pieces):
     wrapped = DistributedDataParallel(model) if ctx.world_size > 1 else model
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     loader, ctx = weft.shard_data(DataLoader(data, batch_size=8, shuffle=True), ctx, mode="split")
-    if "accumulate_grads" in pieces:
-        model, windows, ctx = weft.accumulate_grads(model, loader, ctx, steps=2)
-    else:
-        windows = ([batch] for batch in loader)
-    for window in windows:
-        for x, y in window:
-            # Of gradients that are added up: accumulate_grads knows of no DDP.
-            share = window.share * ctx.data_size if "accumulate_grads" in pieces else loader.share
-            (mse_loss(wrapped(x), y) * share).backward()
+    for x, y in loader:
+        (mse_loss(wrapped(x), y) * loader.share).backward()
         if "clip_grads" in pieces:
             weft.clip_grads(model, ctx, max_norm=0.1)
         optimizer.step()
@@ -45,7 +38,7 @@ def _pieces(ctx, pieces):
     return found
 
 
-@pytest.mark.parametrize("pieces", ["", "average_weights recompute", "clip_grads", "accumulate_grads"])
+@pytest.mark.parametrize("pieces", ["", "average_weights recompute", "clip_grads"])
 def test_pieces_beside_ddp_train_as_one_process_does(pieces):
     (one,) = run_ranks(_pieces, 1, pieces.split())
     for found in run_ranks(_pieces, 2, pieces.split()):

@@ -293,6 +293,14 @@ def clipped_in_window(ctx):
     _in_windows(ctx, after=lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
 
 
+def windows_under_ddp(ctx, which):
+    model = _net()
+    wrapped = DistributedDataParallel(model)
+    _, windows, ctx = weft.accumulate_grads(wrapped if which == "wrapped" else model, _loader(), ctx, steps=2)
+    for x, y in next(iter(windows)):
+        mse_loss(wrapped(x), y).backward()
+
+
 def cleared_in_window(ctx):
     _in_windows(ctx, before=lambda optimizer: optimizer.zero_grad())
 
@@ -665,6 +673,8 @@ CASES = [
     (not_divided, (), UserWarning, "accumulate_grads: the losses of the micro-batches of this window are not weighted"),
     (step_in_window, (), weft.errors.NotSynchronized, "replicate: a step on gradients of Sequential before they were"),
     (clipped_in_window, (), weft.errors.NotSynchronized, "replicate: gradients of Sequential were changed in the"),
+    (windows_under_ddp, ("wrapped",), weft.errors.AlreadyApplied, "accumulate_grads: torch's DistributedDataParallel"),
+    (windows_under_ddp, ("inner",), weft.errors.AlreadyApplied, "accumulate_grads: torch's DistributedDataParallel"),
     (cleared_in_window, (), UserWarning, "replicate: gradients of Sequential were cleared in the middle"),
     *slow_cases(
         (backward_on_one_rank, (), weft.errors.PeerError, "replicate: optimizer.step() without a backward pass")

@@ -706,3 +706,36 @@ def test_one_rank_needs_no_axis():
     x, _ = _data()[:2]
     assert torch.equal(model(x, _positions(x)), _model()(x, _positions(x)))
     assert [record.name for record in ctx.applied] == ["context_parallel"]
+
+
+class _Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def _with_default_device(ctx, device):
+    torch.set_default_device(device)
+    try:
+        model, ctx = weft.context_parallel(_Attends(), ctx)
+        tokens = torch.arange(16).view(2, 8) % 8
+        tokens, _ = weft.data.split_sequence((tokens, torch.arange(8).expand(2, 8)), ctx)
+        loss = model(tokens).square().mean()
+        loss.backward()
+        return weft.reduce(loss.detach(), ctx, "mean").item()
+    finally:
+        torch.set_default_device(None)
+
+
+def test_a_default_device_changes_nothing():
+    """It is a mode of torch, beside the one that catches attention."""
+    (alone,) = run_ranks(_with_default_device, 1, None, mesh={"context": 1})
+    for device in (None, "cpu"):
+        for loss in run_ranks(_with_default_device, 2, device, mesh={"context": 2}):
+            assert loss == pytest.approx(alone, rel=1e-5)

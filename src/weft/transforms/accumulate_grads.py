@@ -11,19 +11,22 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from weft import torch_internals
 from weft.checks import check_choice
 from weft.completeness import find_loaders, incomplete
 from weft.context import DistContext
 from weft.contract import GradSync, StepsApart, gradient_axes, offered, transform
+from weft.contract.module_checks import wrapper_of_torch
 from weft.data.windows.loader import Windows, known_length, windowed
 from weft.data.windows.splitter import Remainder, Steps, WindowSplitter, check_steps
 from weft.data.windows.sync import Reduce, WindowSync
 from weft.data.windows.window import Window
 from weft.engines.torch.stepping.backward_step import check_has_gradients
-from weft.errors import type_error, value_error
+from weft.errors import AlreadyApplied, type_error, value_error
 
 __all__ = ["Window", "Windows", "accumulate_grads"]
 
@@ -99,7 +102,8 @@ def accumulate_grads(
         in `applied`.
 
     Raises:
-        AlreadyApplied: A module or the loader is accumulated already.
+        AlreadyApplied: A module or the loader is accumulated already; or torch's DDP or FSDP averages the gradients, of
+            which a wrapper around the module is found in its first call.
         OrderError: A strategy or `shard_data` is applied afterwards.
         TypeError: The modules or the loader are something else.
         ValueError: An option is out of range, or the modules average over different ranks.
@@ -130,6 +134,9 @@ def accumulate_grads(
         )
     check_has_gradients("accumulate_grads", [p for module in several for p in module.parameters()])
     syncs = _grad_syncs(several)
+    if not syncs and ctx.world_size > 1:
+        for module in several:
+            _NotAveragedByTorch(module)
     # Without a strategy gradients are reduced by hand, if at all, and what the ranks read is not ours to judge.
     findings = find_loaders([loader], ctx, sure=True) if syncs else []
     if findings:  # the ranks may have datasets of their own
@@ -148,6 +155,36 @@ def accumulate_grads(
     windows = windowed(loader, splitter)
     ctx.agree("accumulate_grads", _facts(windows, splitter))
     return modules, windows, ctx
+
+
+class _NotAveragedByTorch:
+    """Refuses torch's wrappers: where no strategy averages gradients, windows are weighted for a program that adds up.
+
+    A wrapper around a module is seen in its first call with gradients, where this ends.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        for part in module.modules():
+            self._check(wrapper_of_torch(part))
+        self._hook = module.register_forward_pre_hook(self)
+
+    @torch_internals.untraced
+    def __call__(self, module: nn.Module, args: object) -> None:
+        """The module is called."""
+        if torch.is_grad_enabled():
+            self._hook.remove()
+            outer = torch_internals.active_ddp()
+            if outer is not None and any(part is module for part in outer.modules()):
+                self._check("DistributedDataParallel")
+
+    def _check(self, wrapper: str | None) -> None:
+        if wrapper is not None:
+            raise AlreadyApplied(
+                f"accumulate_grads: torch's {wrapper} averages these gradients",
+                found="a mean over the ranks, which window.share does not know of",
+                expected="a strategy of weft, or gradients that the program adds up by itself",
+                fix=f"model, ctx = weft.replicate(model, ctx)  # without {wrapper}, and before accumulate_grads",
+            )
 
 
 def _flattened(modules: Any) -> list[Any]:

@@ -286,10 +286,15 @@ def _cast_together(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return list(tensors)
 
 
+def _has_no_override(_: object) -> bool:
+    return False
+
+
 def _with_attention(attend: Callable[..., Any]) -> Callable[..., Any]:
     """The function behind `nn.MultiheadAttention` with another attention in it: a mode is not asked inside it."""
     function: Any = F.multi_head_attention_forward
-    names = {**function.__globals__, "scaled_dot_product_attention": attend}
+    # Nor is a mode around that one, such as torch's of a default device: it would call the function itself.
+    names = {**function.__globals__, "scaled_dot_product_attention": attend, "has_torch_function": _has_no_override}
     copied = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
