@@ -8,6 +8,7 @@ import sys
 import time
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -117,6 +118,16 @@ def test_tensors_and_values(tmp_path):
     exec(it.fix, {"self": model, "value": value, "shape": 3})
     save(model=model)
 
+    net = nn.Linear(2, 2)
+    optimizers = {"first": torch.optim.SGD(net.parameters())}
+    with told("checkpoint/state/json_values.py", "found=found") as it:
+        weft.checkpointable({"net": net, "optimizers": optimizers}, weft.local())
+    assert it.fix == 'weft.checkpointable({..., "optimizers_first": it}, ctx)  # a name of its own'
+    weft.checkpointable({"net": net, "optimizers_first": optimizers["first"]}, weft.local())
+    with told("checkpoint/state/json_values.py", "found=found") as it:
+        weft.checkpointable({"rows": [np.zeros(2)]}, weft.local())
+    assert it.fix.startswith("torch.from_numpy(array)")
+    weft.checkpointable({"rows": [torch.from_numpy(np.zeros(2))]}, weft.local())
     with told("checkpoint/state/json_values.py", "found=found") as it:
         save(box=Box({1, 2}))
     save(box=Box(None)), save(box=Box([1, 2]))

@@ -147,6 +147,11 @@ def _(loop):
     return nn.utils.clip_grad_norm_(loop.model.parameters(), 0.05).item()
 
 
+@line('f"{nn.utils.clip_grad_norm_(model.parameters(), 0.05):.3f}"')
+def _(loop):
+    return float(f"{nn.utils.clip_grad_norm_(loop.model.parameters(), 0.05):.3f}")
+
+
 @line("nn.utils.clip_grad_value_(model.parameters(), 0.01)")
 def _(loop):
     nn.utils.clip_grad_value_(loop.model.parameters(), 0.01)

@@ -86,6 +86,9 @@ def no_memory(name: str) -> Callable[..., Any]:
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if name == "__format__" and args == ("",):
             return str(self)
+        tensor: Any = self
+        if all(placement.is_replicate() for placement in tensor.placements):  # a number of all ranks, such as a norm
+            return getattr(tensor.to_local(), name)(*args, **kwargs)
         raise ContractError(
             f"{name}: each rank has the memory of its part only",
             found=_described(self),
