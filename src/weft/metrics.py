@@ -124,7 +124,7 @@ def _columns(batches: Sequence[tuple[Any, SampleIds]]) -> tuple[Any, str, list[A
             raise value_error(
                 "gather_metrics: leaves do not have one entry per row",
                 found=f"{listed(wrong)}; {len(rows)} rows",
-                expected="tensors [rows, ...] and lists of one entry per row",
+                expected="tensors [rows, ...] and lists of one entry per row, also per row that is not valid",
                 fix="weft.metrics.gather_metrics({'loss': losses}, ctx, ids=ids)  # losses: one per sample",
             )
         if not found:

@@ -174,6 +174,13 @@ def test_a_script_sees_what_python_would_show_it(tmp_path):
         assert found["omp"] == str(found["threads"]) == str(max((os.cpu_count() or 1) // 2, 1))
 
 
+def test_of_ranks_that_fail_apart_the_first_is_told(tmp_path):
+    _write(tmp_path, "train.py", "import os\nraise ValueError('on ' + os.environ['RANK'])\n")
+    done = _launch("-n", 2, "train.py", folder=tmp_path)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+    assert "attempt" not in done.stderr
+
+
 EXITS = """
 import atexit, pathlib, sys
 import weft

@@ -152,8 +152,12 @@ def restart_reason(folder: Path, attempt: int) -> str:
 def earlier_tracebacks(folder: Path, but: str = "") -> str:
     """Tracebacks of earlier attempts, each once, without the one that is printed anyway; with an end of line."""
     found: dict[str, str] = {}
-    for attempt in sorted({int(path.stem.partition("-")[0]) for path in folder.glob("*-*.*")}):
-        for report in _reports(folder, attempt):
+    attempts = sorted({int(path.stem.partition("-")[0]) for path in folder.glob("*-*.*")})
+    reports = {attempt: _reports(folder, attempt) for attempt in attempts}
+    for attempt in attempts:
+        if but and attempt == attempts[-1] and any(report["trace"] == but for report in reports[attempt]):
+            continue  # whatever else failed in the last one
+        for report in reports[attempt]:
             if not report["echo"] and report["trace"] != but:
                 title = f"weft launch: attempt {attempt + 1} failed on rank {report['rank']}:\n"
                 found.setdefault(report["trace"], title)
