@@ -16,7 +16,7 @@ import weft
 from tests.variants import slow_cases
 from weft.testing import fake, largest_difference, run_ranks
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "index.md"
 X = torch.randn(40, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(40) % 3
 
@@ -30,17 +30,17 @@ def _data(n):
     return TensorDataset(X[:n], Y[:n])
 
 
-# -- the loop of README ------------------------------------------------------------------------------
+# -- the loop of the first page ----------------------------------------------------------------------
 
 
-def _loop_of_readme():
-    block = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL).group(1)
+def _loop_of_the_page():
+    block = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL).group(1)
     lines = block.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.strip().startswith("for window in windows"))
     return textwrap.dedent("\n".join(lines[begin:]))
 
 
-def _as_in_readme(ctx, loop, n, steps):
+def _as_on_the_page(ctx, loop, n, steps):
     loader, ctx = weft.shard_data(DataLoader(_data(n), batch_size=2), ctx)
     model, ctx = weft.replicate(_model(), ctx)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -62,9 +62,9 @@ def _plain(n, per_window):
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_the_loop_of_readme_is_the_plain_loop_over_ragged_data(steps):
+def test_the_loop_of_the_first_page_is_the_plain_loop_over_ragged_data(steps):
     expected = _plain(11, 4 * steps)
-    for found in run_ranks(_as_in_readme, 2, _loop_of_readme(), 11, steps):
+    for found in run_ranks(_as_on_the_page, 2, _loop_of_the_page(), 11, steps):
         assert largest_difference(found, expected) < 1e-12
 
 

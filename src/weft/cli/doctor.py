@@ -57,6 +57,7 @@ _EXTRAS = MappingProxyType(
         "config": ("pyyaml",),
         "deepspeed": ("deepspeed",),
         "interop": ("datasets", "torchdata", "torchmetrics"),
+        "migrate": ("libcst", "pyyaml"),
         "notebook": ("cloudpickle",),
         "ray": ("ray",),
         "remote": ("fsspec",),

@@ -134,9 +134,7 @@ def accumulate_grads(
         )
     check_has_gradients("accumulate_grads", [p for module in several for p in module.parameters()])
     syncs = _grad_syncs(several)
-    if not syncs and ctx.world_size > 1:
-        for module in several:
-            _NotAveragedByTorch(module)
+    watched = [_NotAveragedByTorch(module) for module in several if not syncs and ctx.world_size > 1]
     # Without a strategy gradients are reduced by hand, if at all, and what the ranks read is not ours to judge.
     findings = find_loaders([loader], ctx, sure=True) if syncs else []
     if findings:  # the ranks may have datasets of their own
@@ -154,6 +152,8 @@ def accumulate_grads(
     splitter: WindowSplitter[Any] = WindowSplitter(steps, remainder, WindowSync(reduce, syncs, means.pop(), ctx, parts))
     windows = windowed(loader, splitter)
     ctx.agree("accumulate_grads", _facts(windows, splitter))
+    for each in watched:
+        each.begin()
     return modules, windows, ctx
 
 
@@ -166,7 +166,11 @@ class _NotAveragedByTorch:
     def __init__(self, module: nn.Module) -> None:
         for part in module.modules():
             self._check(wrapper_of_torch(part))
-        self._hook = module.register_forward_pre_hook(self)
+        self._module = module
+
+    def begin(self) -> None:
+        """Look at calls of the module from now on."""
+        self._hook = self._module.register_forward_pre_hook(self)
 
     @torch_internals.untraced
     def __call__(self, module: nn.Module, args: object) -> None:

@@ -161,7 +161,8 @@ def checkpointable(
             "checkpointable: objects without state_dict and load_state_dict",
             found=listed(stateless),
             expected="modules, optimizers, random generators, dicts and lists of values, or objects with both methods",
-            fix='put numbers into a dict, {"best": 0.0}, which restore fills; or give the class both methods',
+            fix='put numbers into a dict, {"best": 0.0}, which restore fills; or give the class state_dict() and '
+            "load_state_dict(state)",
         )
     for name, obj in held.items():
         if isinstance(obj, Filled):

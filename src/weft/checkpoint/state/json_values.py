@@ -54,13 +54,7 @@ def encode(path: str, value: Any, tensors: dict[str, Held], *, depth: int = 0) -
             items = [[key, encode(f"{path}/{key}", item, tensors, depth=depth + 1)] for key, item in value.items()]
             kind = next((name for name, made in _DICTS.items() if isinstance(value, made)), "dict")
             return {"$": kind, "items": items}
-    found = f"{type(value).__name__} {value!r:.60}"
-    if hasattr(value, "load_state_dict"):
-        name = path.replace("/", "_")
-        raise _refusal(path, found, f'weft.checkpointable({{..., "{name}": it}}, ctx)  # a name of its own')
-    if isinstance(value, np.ndarray):
-        raise _refusal(path, found, "torch.from_numpy(array)  # and array[...] = tensor.numpy() when it is loaded")
-    raise _refusal(path, found)
+    raise _refusal(path, f"{type(value).__name__} {value!r:.60}", value)
 
 
 def _check_writable(path: str, value: Any, depth: int) -> None:
@@ -82,12 +76,17 @@ def _check_writable(path: str, value: Any, depth: int) -> None:
                 raise _refusal(readable, f"{one!a:.60}, no text of Unicode") from error
 
 
-def _refusal(path: str, found: str, fix: str = "leave it out of state_dict(), or turn it into these") -> TypeError:
+def _refusal(path: str, found: str, value: object = None) -> TypeError:
+    instead = "leave it out of state_dict(), or turn it into these"
+    if hasattr(value, "load_state_dict"):
+        instead = f'weft.checkpointable({{..., "{path.replace("/", "_")}": it}}, ctx)  # a name of its own'
+    if isinstance(value, np.ndarray):
+        instead = "torch.from_numpy(array)  # and array[...] = tensor.numpy() when it is loaded"
     return type_error(
         f"save: {path} cannot be saved",
         found=found,
         expected="tensors, numbers, strings, None, and lists, tuples and dicts of them",
-        fix=fix,
+        fix=instead,
     )
 
 
