@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 
@@ -116,8 +117,9 @@ for _ in range(9):
 def test_import_costs_less_than_50_ms_after_torch(tmp_path):
     """Where 200 modules with 8 small classes and functions each cost 31 ms, as on a quiet machine of 2026."""
     numbers = [*map(float, _python(COST, str(tmp_path)).split())]
-    costs, others = numbers[::2], numbers[1::2]
-    assert min(costs) / min(others) < 50 / 31, numbers
+    ratios = [cost / other for cost, other in zip(numbers[::2], numbers[1::2], strict=True)]
+    # Each of a pair at one moment of the machine, and neither of the first pair, which writes bytecode, nor an outlier.
+    assert statistics.median(ratios[1:]) < 50 / 31, numbers
 
 
 TRAINING = """
