@@ -767,6 +767,16 @@ def test_a_mistake_is_told(mistake, args, kind, text, tmp_path):
     assert any(re.search(r"fix: |if weft\.collectives\.any_rank", said) for said in told)
 
 
+def _under_ddp_after_undo(ctx):
+    model, _, ctx = weft.accumulate_grads(_net(), _loader(), ctx, steps=2)
+    model, ctx = weft.undo(model, ctx)
+    DistributedDataParallel(model)(torch.ones(2, 4)).sum().backward()
+
+
+def test_ddp_is_no_mistake_once_windows_are_undone():
+    run_ranks(_under_ddp_after_undo, 2)
+
+
 @pytest.mark.parametrize("strategy", [weft.replicate, weft.fully_shard])
 def test_a_program_without_mistakes_is_told_nothing(strategy):
     assert run_ranks(_warned, 2, _no_mistake, (strategy,)) == [[], []]

@@ -19,8 +19,7 @@ from weft import torch_internals
 from weft.checks import check_choice
 from weft.completeness import find_loaders, incomplete
 from weft.context import DistContext
-from weft.contract import GradSync, StepsApart, gradient_axes, offered, transform
-from weft.contract.module_checks import wrapper_of_torch
+from weft.contract import GradSync, StepsApart, applied_to, gradient_axes, offered, transform, wrapper_of_torch
 from weft.data.windows.loader import Windows, known_length, windowed
 from weft.data.windows.splitter import Remainder, Steps, WindowSplitter, check_steps
 from weft.data.windows.sync import Reduce, WindowSync
@@ -178,7 +177,8 @@ class _NotAveragedByTorch:
         if torch.is_grad_enabled():
             self._hook.remove()
             outer = torch_internals.active_ddp()
-            if outer is not None and any(part is module for part in outer.modules()):
+            is_applied = any(record.name == "accumulate_grads" for record in applied_to(module))  # not undone since
+            if is_applied and outer is not None and any(part is module for part in outer.modules()):
                 self._check("DistributedDataParallel")
 
     def _check(self, wrapper: str | None) -> None:
