@@ -16,7 +16,7 @@ import torch
 
 import weft.cli
 from tests.processes import is_alive, listening, until
-from tests.variants import slow
+from tests.variants import slow, slow_cases
 from weft.context.config import LAUNCH, read_config
 from weft.errors import ContextError
 from weft.launching.devices import chosen_devices
@@ -193,7 +193,7 @@ sys.exit({"ends": 0, "exits": 3}[sys.argv[1]])
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("ends", 0), ("exits", 3), ("raises", 1)])
+@pytest.mark.parametrize(("how", "code"), [("exits", 3), *slow_cases(("ends", 0), ("raises", 1))])
 def test_functions_of_atexit_are_called(tmp_path, how, code):
     _write(tmp_path, "train.py", EXITS)
     done = _launch("-n", 2, "train.py", how, folder=tmp_path)

@@ -56,6 +56,7 @@ def test_both_sides_of_the_diff_run_and_print_the_same_losses(tmp_path):
     assert ours == [plain] * 3
 
 
+@pytest.mark.slow
 def test_the_terminal_shows_what_its_commands_print(tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     steps = re.findall(r"^\$ (.*)\n((?:[^$].*\n)*)", _block("console"), re.MULTILINE)
