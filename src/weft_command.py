@@ -15,8 +15,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["call", "main"]
-
 _WITH_VALUE = frozenset(
     {"--nnodes", "--node-rank", "--rdzv", "--max-restarts", "--threads", "--config", "--slurm", "--sbatch"}
 )

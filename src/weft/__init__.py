@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from weft.monitoring.progress import progress
     from weft.precision import Precision
     from weft.rehearsal.rehearse import rehearse
+    from weft.sharding.layers.tensor_plan import tensor_plan
     from weft.sharding.stages import plan_pipeline
     from weft.transforms.accumulate_grads import accumulate_grads
     from weft.transforms.average_weights import average_weights, averages
@@ -74,7 +75,7 @@ if TYPE_CHECKING:
     from weft.transforms.skip_nonfinite import skip_nonfinite, was_skipped
     from weft.transforms.step_in_backward import step_in_backward
     from weft.transforms.sync_batch_norm import sync_batch_norm
-    from weft.transforms.tensor_parallel import tensor_parallel, tensor_plan
+    from weft.transforms.tensor_parallel import tensor_parallel
     from weft.transforms.undo import undo
     from weft.transforms.with_precision import loss_scale, with_precision
     from weft.transforms.zero_partition import zero_partition
@@ -116,6 +117,7 @@ LATER = MappingProxyType(
         "transforms.fuse_step": "fuse_step",
         "transforms.gather_step": "gather_step",
         "transforms.hooked": "hooked",
+        "sharding.layers.tensor_plan": "tensor_plan",
         "sharding.stages": "plan_pipeline",
         "transforms.local_steps": "local_steps",
         "transforms.pipeline": "pipeline",
@@ -126,7 +128,7 @@ LATER = MappingProxyType(
         "transforms.skip_nonfinite": "skip_nonfinite was_skipped",
         "transforms.step_in_backward": "step_in_backward",
         "transforms.sync_batch_norm": "sync_batch_norm",
-        "transforms.tensor_parallel": "tensor_parallel tensor_plan",
+        "transforms.tensor_parallel": "tensor_parallel",
         "transforms.undo": "undo",
         "transforms.with_precision": "loss_scale with_precision",
         "transforms.zero_partition": "zero_partition",

@@ -30,8 +30,6 @@ from weft.transforms.shard_data import shard_data
 from weft.transforms.skip_nonfinite import skip_nonfinite
 from weft.transforms.with_precision import with_precision
 
-__all__ = ["Assembled", "assemble"]
-
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", default=None)  # noqa: E741  (as in the transforms)
 Strategy = Literal["replicate", "fully_shard"] | Callable[..., Any]

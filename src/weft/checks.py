@@ -13,18 +13,6 @@ from torch.torch_version import TorchVersion
 
 from weft.errors import ContextError, MissingExtra, listed, type_error, value_error
 
-__all__ = [
-    "as_number",
-    "check_choice",
-    "check_count",
-    "check_module",
-    "check_not_lazy",
-    "check_optimizer",
-    "check_torch",
-    "import_extra",
-    "is_of",
-]
-
 
 def as_number(value: object) -> int | float | None:
     """A number as one of Python: of Python, numpy or torch, or the only element of an array or tensor; else None.

@@ -24,8 +24,6 @@ from weft.peers.agreement import exchange
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.nested import tensors
 
-__all__ = ["Finding", "check", "find_loaders", "find_modules", "incomplete"]
-
 
 class Finding(NamedTuple):
     """Something that is missing, and the line that adds it."""

@@ -29,8 +29,6 @@ from weft.errors import ContractError, warn
 from weft.tensors.bit_sums import can_be_read, sum_of_bits
 from weft.tensors.elsewhere import is_elsewhere
 
-__all__ = ["PartsWatch", "watch_loop"]
-
 _STEPS = 16  # in which weights are compared
 
 

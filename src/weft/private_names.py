@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from weft.errors import ContextError
 
-__all__ = ["Attribute", "Library", "Private"]
-
 
 class Library(NamedTuple):
     """Where names come from.

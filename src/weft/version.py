@@ -7,8 +7,6 @@ from pathlib import Path
 
 from weft.errors import message
 
-__all__ = ["TESTED_PYTHON", "TESTED_TORCH", "__version__", "newer_torch", "refuse_other_packages"]
-
 __version__ = "0.3.0.dev0"
 
 # README, the guides, the workflows and pyproject.toml name these, and a test compares them.

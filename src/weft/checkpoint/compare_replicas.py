@@ -19,8 +19,6 @@ import torch
 from weft.checkpoint.format.tensor_blocks import memory_of
 from weft.errors import CheckpointError, listed
 
-__all__ = ["Replicas", "differing", "digests", "fingerprints", "refuse"]
-
 Replicas: TypeAlias = Mapping[str, Mapping[str, int]]  # by object and ranks that hold them alike: numbers by name
 _COLUMNS = 1024
 _SMALL = 2**16  # bytes

@@ -41,9 +41,6 @@ from weft.context import DistContext
 from weft.context.placement import readable
 from weft.errors import CheckpointError, listed
 
-__all__ = ["Keep", "Outline", "Saving", "Write", "complete", "outline", "outline_of", "start_saving"]
-
-
 Write: TypeAlias = Callable[[IO[bytes]], FileEntry]  # writes the file of this rank
 
 

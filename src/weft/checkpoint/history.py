@@ -23,8 +23,6 @@ from weft.checkpoint.storage.protocol import Storage
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed
 
-__all__ = ["Facts", "History", "history_of"]
-
 
 class Facts(NamedTuple):
     """What a manifest says about a checkpoint as a whole.

@@ -23,8 +23,6 @@ from weft.collectives.on_all_ranks import num_threads
 from weft.context import DistContext
 from weft.errors import CheckpointError
 
-__all__ = ["Reader"]
-
 
 class Reader:
     """Reads from the files of a checkpoint: first tensors are requested, then all of them are read.

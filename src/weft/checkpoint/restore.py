@@ -22,8 +22,6 @@ from weft.collectives.on_all_ranks import from_main, on_all
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed
 
-__all__ = ["Restored", "restore"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:

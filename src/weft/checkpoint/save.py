@@ -19,8 +19,6 @@ from weft.context import DistContext
 from weft.errors import CheckpointError, type_error, value_error
 from weft.peers.pretended import PretendedGroup
 
-__all__ = ["come_together", "counted", "save"]
-
 
 def save(
     state: Checkpoint,

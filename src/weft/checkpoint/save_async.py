@@ -34,8 +34,6 @@ from weft.peers.agreement import absentees
 from weft.peers.liveness import announce, exception_text, part
 from weft.peers.pretended import PretendedGroup
 
-__all__ = ["RunningSave", "save_async"]
-
 _WHAT = "save_async"
 _STOP_S = 2.0  # a thread that waits for peers looks up every half second
 

@@ -16,8 +16,6 @@ import torch
 from weft.checkpoint.format.manifest import FileEntry
 from weft.checkpoint.format.safetensors_write import file_head, write_parts
 
-__all__ = ["Staged", "Staging"]
-
 _BLOCK_BYTES = 64 * 2**20  # torch rounds pinned memory up to a power of two; blocks of one waste nothing
 _PART_BYTES = 4 * 2**20
 _PIECE_BYTES = 16 * 2**20

@@ -22,8 +22,6 @@ from weft.context.config import LAUNCH, Config, checked, read_config
 from weft.context.settings import SETTINGS
 from weft.errors import ContextError
 
-__all__ = ["add_parser", "answered", "run", "toml"]
-
 _TABLES: Mapping[str, Mapping[str, Any]] = MappingProxyType({"launch": LAUNCH, "start": SETTINGS})
 
 

@@ -29,18 +29,6 @@ from weft.peers.connect import interface_to
 from weft.private_names import Attribute, Private
 from weft.version import TESTED_TORCH, __version__, newer_torch
 
-__all__ = [
-    "Verdict",
-    "add_parser",
-    "check_environment",
-    "check_extras",
-    "check_nccl",
-    "check_network",
-    "check_private_names",
-    "numa_nodes",
-    "run",
-]
-
 _LIMIT_S = 22.0
 _MODULE = "weft.cli.rank_checks"
 _NEXT = MappingProxyType(

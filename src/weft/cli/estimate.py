@@ -18,8 +18,6 @@ from weft.errors import CheckpointError, ContextError, WeftError
 from weft.rehearsal.estimate import OPTIMIZERS, STRATEGIES, TRAINABLE, WIDTHS, Estimate, estimate
 from weft.weights.sources import from_path
 
-__all__ = ["add_parser", "read_model", "run"]
-
 _PLACE = "pkg.module:Class, a safetensors file or folder, a checkpoint, or a config.json of transformers"
 
 

@@ -11,8 +11,6 @@ from weft.context.settings import CONFIG_VARIABLE, resolve
 from weft.environments import cores_here, topology
 from weft.launching.plan import make_plan
 
-__all__ = ["add_parser", "run"]
-
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand."""

@@ -9,8 +9,6 @@ from typing import Any
 from weft.errors import CheckpointError
 from weft.weights import export
 
-__all__ = ["add_parser"]
-
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand."""

@@ -34,8 +34,6 @@ from weft.peers.board import SECRET_VARIABLE
 from weft.peers.connect import is_here, reach
 from weft.peers.replica_groups import REPLICA_VARIABLE
 
-__all__ = ["add_parser", "run"]
-
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand."""

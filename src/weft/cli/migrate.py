@@ -13,8 +13,6 @@ from weft.checks import import_extra
 from weft.cli.foreign.accelerate import yaml_of
 from weft.errors import ContextError
 
-__all__ = ["add_parser", "run"]
-
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand."""

@@ -15,8 +15,6 @@ from torch import nn
 
 import weft
 
-__all__ = ["CHECKS", "main"]
-
 
 def _all_reduce(ctx: weft.DistContext, folder: Path) -> str:
     total = weft.reduce(torch.full((1000,), ctx.rank + 1.0, device=ctx.device), ctx)

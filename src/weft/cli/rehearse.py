@@ -24,8 +24,6 @@ from weft.rehearsal.search import Choice, choices, rehearsed, table
 from weft.rehearsal.simulation.pretended_tensors import Assumed
 from weft.rehearsal.table import size_text
 
-__all__ = ["add_parser", "run"]
-
 _UNITS = MappingProxyType(
     {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 )

@@ -10,8 +10,6 @@ from typing import Any
 from weft.errors import MissingExtra
 from weft.monitoring.report import write_report
 
-__all__ = ["add_parser", "run"]
-
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand."""

@@ -16,8 +16,6 @@ from weft.peers.agreement import disagree, wait_for_key
 from weft.peers.liveness import exception_text, peer_error
 from weft.tensors.control import control_device
 
-__all__ = ["all_or_none", "any_rank", "barrier", "main_first", "on_rank"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -26,8 +26,6 @@ from weft.collectives.primitives import as_bytes, num_bytes, tensor_of
 from weft.errors import message, type_error
 from weft.tensors.nested import Path
 
-__all__ = ["Packed", "bytes_tensor", "decode", "pack"]
-
 _DEEPEST = 100
 _EXPECTED = (
     "tensors, numpy arrays, numbers, strings, bytes, None, dates, paths, enums, and dicts, lists, tuples, sets and "

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from weft.collectives.primitives import as_bytes, finish, num_bytes, peers_named
 from weft.context import World
 
-__all__ = ["Counts", "Gathering", "Routes", "Summing", "add_up", "swap"]
-
 Counts = list[list[int]]  # of rows, by tensor and rank
 
 

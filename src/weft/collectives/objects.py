@@ -17,8 +17,6 @@ from weft.errors import value_error
 from weft.peers.liveness import exception_text, peer_error
 from weft.peers.pretended import PretendedGroup
 
-__all__ = ["broadcast", "gather_objects", "gather_packed", "scatter", "scatter_made"]
-
 T = TypeVar("T")
 _NOTHING = Packed(torch.empty(0, dtype=torch.uint8), b"")
 

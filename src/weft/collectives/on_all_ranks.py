@@ -10,8 +10,6 @@ from weft.environments import cores_here
 from weft.peers.agreement import agree, disagree, exchange
 from weft.peers.liveness import absent, peer_error
 
-__all__ = ["from_main", "gathered", "gathered_on_main", "num_threads", "on_all"]
-
 R = TypeVar("R")
 
 

@@ -23,8 +23,6 @@ from weft.collectives.primitives import all_gather_rows, as_bytes, num_bytes, ro
 from weft.context import DistContext
 from weft.peers.agreement import compare_values
 
-__all__ = ["exchange_columns"]
-
 _FIRST_BYTES = 2**13  # of all ranks together
 _ONE_MESSAGE = 2**20  # bytes per rank
 _HEAD = 32  # bytes: four words

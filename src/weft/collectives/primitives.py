@@ -24,24 +24,6 @@ from weft.tensors.dtensor import axes_of, is_sharded
 from weft.tensors.nested import leaves, map_tensors
 from weft.tensors.pairwise import in_pairs, pair_rounds
 
-__all__ = [
-    "HEADER_WORDS",
-    "all_gather_bytes",
-    "all_gather_rows",
-    "all_gather_words",
-    "as_bytes",
-    "enter",
-    "finish",
-    "num_bytes",
-    "one_thread",
-    "only_tensors",
-    "peers_named",
-    "rebuilt",
-    "row_gather",
-    "tensor_of",
-    "tensors_of",
-]
-
 T = TypeVar("T")
 
 _SLICE = timedelta(seconds=0.5)

@@ -17,8 +17,6 @@ from weft.errors import listed, value_error
 from weft.peers.agreement import compare_values
 from weft.tensors.nested import leaves
 
-__all__ = ["all_to_all", "reduce_scatter"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ from weft.errors import ContextError, type_error, value_error
 from weft.peers.agreement import compare
 from weft.tensors.nested import leaves, map_tensors
 
-__all__ = ["ReduceOp", "check_op", "gather", "mean_dtype", "pad_across", "reduce"]
-
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
 _OPS = MappingProxyType(

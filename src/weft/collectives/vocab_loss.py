@@ -17,8 +17,6 @@ from weft.context import DistContext
 from weft.errors import type_error, value_error
 from weft.tensors.dtensor import is_sharded
 
-__all__ = ["vocab_cross_entropy"]
-
 _WHAT = "vocab_cross_entropy"
 _CALL = f"weft.collectives.{_WHAT}"
 

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from weft.context.settings import SETTINGS, Setting
 from weft.errors import ContextError, listed
 
-__all__ = ["LAUNCH", "Config", "checked", "read_config"]
-
 
 class Config(NamedTuple):
     """A file that was read and checked.

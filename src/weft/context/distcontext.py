@@ -27,8 +27,6 @@ from weft.peers.world import World
 if TYPE_CHECKING:
     from weft.engines import Engine
 
-__all__ = ["Applied", "DistContext"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:

@@ -6,8 +6,6 @@ import torch.distributed as dist
 
 from weft.context.distcontext import DistContext
 
-__all__ = ["explain"]
-
 
 def explain(ctx: DistContext) -> str:
     """Describe a context: the place of this rank, the settings and their sources, the pipeline and what it chose.

@@ -12,8 +12,6 @@ from weft.context.rank_facts import RankFacts
 from weft.errors import CollectiveRefused, ContextError
 from weft.peers.world import World
 
-__all__ = ["Guarded", "Restriction", "line_outside"]
-
 
 class Restriction(NamedTuple):
     """That a context speaks for one rank only, and which line said so.

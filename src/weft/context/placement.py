@@ -15,16 +15,6 @@ from weft.errors import listed, value_error
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.quantized import keep_order
 
-__all__ = [
-    "apply_layout",
-    "check_place",
-    "place_module",
-    "readable",
-    "to_device",
-    "value_device",
-    "values_replaced",
-]
-
 T = TypeVar("T")
 
 

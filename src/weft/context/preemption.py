@@ -34,8 +34,6 @@ from weft.peers.agreement import wait_for_key
 from weft.peers.board import Board, StoreLost
 from weft.peers.world import PREEMPTED, SAME_SIGNAL_S, World
 
-__all__ = ["Preemption", "on_preemption"]
-
 _PERIOD_S = 0.5
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from weft.errors import ContextError
 
-__all__ = ["RankFacts", "rank_groups"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:

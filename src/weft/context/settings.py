@@ -19,19 +19,6 @@ from weft.errors import ContextError, listed
 from weft.peers.board import SECRET_VARIABLE
 from weft.peers.replica_groups import REPLICA_VARIABLE
 
-__all__ = [
-    "CONFIG_VARIABLE",
-    "SETTINGS",
-    "Setting",
-    "Settings",
-    "check_same_settings",
-    "layered",
-    "mesh_axes",
-    "parse_mesh",
-    "resolve",
-    "timeout_of",
-]
-
 NOT_DATA_AXES = frozenset(
     {"tensor", "context", "sequence", "pipeline", "tp", "cp", "sp", "pp"}
 )  # along these every rank sees the same batch

@@ -26,8 +26,6 @@ from weft.peers.liveness import culprit, exception_text, late, part, wait_for_pa
 from weft.peers.world import PREEMPTED, World
 from weft.tensors.dtensor import forget_groups
 
-__all__ = ["close", "close_after", "close_at_exit", "device_mesh", "new_subgroup"]
-
 _CLOSE_LIMIT_S = 30.0  # peers that take longer to come to the end are not waited for, but where they meet
 _LEDGER_LIMIT_S = 2.0  # between their last steps the ranks have met in a collective
 _END_LIMIT_S = 30  # of the process, after the program ended by a failure

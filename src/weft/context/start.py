@@ -55,8 +55,6 @@ from weft.peers.straggler_watch import watch
 from weft.peers.world import World
 from weft.version import __version__, newer_torch
 
-__all__ = ["adopt", "launched", "local", "start"]
-
 _MANY_RANKS = 256  # above, gloo beside another backend connects two ranks when they first need it, not all at once
 _made_in: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # a fork has the group of its rank
 _Mesh = tuple[tuple[tuple[str, int], ...], tuple[str, ...]]  # the axes with their sizes, and the names of the data axes

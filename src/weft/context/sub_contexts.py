@@ -16,7 +16,6 @@ from weft.peers.world import World
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["along_axes", "mesh_along", "mesh_view", "new_axis_group", "of_ranks", "one_rank"]
 
 C = TypeVar("C", bound=Guarded)
 

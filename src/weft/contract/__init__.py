@@ -49,7 +49,6 @@ from weft.contract.protocols import (
     Layout,
     OwnsState,
     Placed,
-    Probe,
     ReducesIn,
     ReducesOver,
     ScattersGradients,
@@ -59,6 +58,7 @@ from weft.contract.protocols import (
     Undoable,
 )
 from weft.contract.transform import compose, transform
+from weft.engines.probes import Probe
 
 __all__ = [
     "Chooses",

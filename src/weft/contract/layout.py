@@ -16,8 +16,6 @@ from weft.contract.protocols import Layout, Placed, ReducesOver, StepsApart
 from weft.errors import ContractError
 from weft.tensors.dtensor import is_sharded, resting_parameters
 
-__all__ = ["apart_axes", "axes_of_dims", "gradient_axes", "is_here", "layouts", "owners", "part_axes"]
-
 # While all parameters of a module are asked for: `gradient_axes` by the ids of module and context, which do not change.
 _walked: ContextVar[dict[tuple[int, int], tuple[str, ...]] | None] = ContextVar("_walked", default=None)
 

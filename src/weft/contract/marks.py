@@ -11,8 +11,6 @@ from torch import nn
 from weft.context import Applied, DistContext
 from weft.errors import StaleContext, listed
 
-__all__ = ["MARKS", "Holder", "Mark", "Marks", "applied_to", "check_known", "forget", "marks_of", "offered"]
-
 T = TypeVar("T")
 
 

@@ -20,19 +20,6 @@ from weft.peers.agreement import compare, differing, exchange
 from weft.tensors.dtensor import is_fsdp, is_sharded
 from weft.tensors.quantized import quantized_parts
 
-__all__ = [
-    "agree_on_parameters",
-    "check_data_axes",
-    "check_methods",
-    "check_not_elsewhere",
-    "check_not_streamed",
-    "check_plain_module",
-    "check_quantized_weights",
-    "check_strategy_module",
-    "reduce_dtype",
-    "wrapper_of_torch",
-]
-
 
 def agree_on_parameters(what: str, module: nn.Module, ctx: DistContext, facts: Mapping[str, object]) -> None:
     """As `ctx.agree`, and every rank has the same parameters and buffers.

@@ -13,8 +13,6 @@ from weft.contract.marks import applied_to, offered
 from weft.contract.protocols import GradSync
 from weft.errors import ContractError
 
-__all__ = ["no_sync"]
-
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module, ctx: DistContext, *, enabled: bool = True) -> Iterator[None]:

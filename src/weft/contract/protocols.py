@@ -8,27 +8,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from weft.engines.probes import Probe
-
-__all__ = [
-    "ComputesAlone",
-    "EndsBackward",
-    "GradSync",
-    "KeepsOrder",
-    "KeepsParameters",
-    "Layout",
-    "OwnsState",
-    "Placed",
-    "Probe",
-    "ReducesIn",
-    "ReducesOver",
-    "ScattersGradients",
-    "Stateful",
-    "StepsApart",
-    "StreamsParts",
-    "Undoable",
-]
-
 
 @runtime_checkable
 class GradSync(Protocol):

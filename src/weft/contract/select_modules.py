@@ -15,8 +15,6 @@ from torch import nn
 
 from weft.errors import listed, type_error, value_error
 
-__all__ = ["Choice", "Names", "Selection", "called_inside", "fits_pattern", "select", "select_apart"]
-
 Choice: TypeAlias = type[nn.Module] | str | int | Callable[[str, nn.Module], bool] | nn.Module
 Selection: TypeAlias = Choice | Iterable[Choice]
 Names: TypeAlias = str | Iterable[str] | Callable[[str], bool]  # of tensors: patterns, or a question

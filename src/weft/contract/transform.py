@@ -20,8 +20,6 @@ from weft.errors import AlreadyApplied, NameChanged, OrderError, StaleContext, l
 from weft.peers.agreement import disagree
 from weft.peers.ledger import Ledger
 
-__all__ = ["Rules", "compose", "transform"]
-
 P = ParamSpec("P")
 
 

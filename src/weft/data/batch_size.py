@@ -20,8 +20,6 @@ from weft.peers.liveness import exception_text
 from weft.tensors.nested import cuts_itself, leaves, map_leaves, map_tensors
 from weft.tensors.rng_state import RngState
 
-__all__ = ["BatchMath", "batch_math", "find_batch_size", "split_between"]
-
 T = TypeVar("T")
 _FIX = "weft.data.batch_math(ctx, per_rank=8, accumulate=4)"
 _FIND = "weft.data.find_batch_size(trial, ctx, start=128, smallest=1)"

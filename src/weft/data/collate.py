@@ -13,8 +13,6 @@ from torch.utils.data import Sampler, default_collate
 from weft.checks import check_count
 from weft.errors import listed, value_error
 
-__all__ = ["length_batches", "pad_collate", "padding_share"]
-
 _POOL = 50  # batches sorted by length at a time: enough for little padding, few enough to be shuffled well
 
 

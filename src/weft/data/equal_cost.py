@@ -12,8 +12,6 @@ import torch
 
 from weft.errors import listed, type_error, value_error
 
-__all__ = ["Cost", "Costs", "alike_together", "equal_shares"]
-
 Cost = Sequence[float] | Callable[[Any], float]
 _POOL = 1024  # samples that are sorted together: enough to find equals, few enough to be shuffled well
 _GROUP = 4  # alike: more of them mean equal ranks, fewer mean equal steps

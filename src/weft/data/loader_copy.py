@@ -18,17 +18,6 @@ from weft import torch_internals
 from weft.data import datasets_internals
 from weft.data.worker_signals import workers_outlive_signals
 
-__all__ = [
-    "Extension",
-    "Seekable",
-    "Size",
-    "extended_copy",
-    "is_torch_iterator",
-    "length_of",
-    "split_already",
-    "torch_iterator",
-]
-
 T = TypeVar("T")
 Size = tuple[int | None, int | None]  # samples in this rank's batch, and in those of all ranks; None: not known here
 # Who splits data says so in one of these pairs: DistributedSampler and its likes; Accelerate's; Hugging Face's.

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from weft.data.split.position import Cursor
     from weft.data.split.read_plan import ReadPlan
 
-__all__ = ["LockStep", "lock_step"]
 
 _SLICE_S = 0.1  # how long the end of a step is waited for before its rank is asked what it does
 _RANKS_PER_S = 1000.0  # that may ask

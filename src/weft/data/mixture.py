@@ -24,8 +24,6 @@ from weft.data.split.stream_samples import SeekableStream, has_state
 from weft.errors import ContractError, type_error, value_error
 from weft.rng import mix as hashed
 
-__all__ = ["Mixture", "mix"]
-
 _FIX = 'weft.data.mix({"text": (text, 0.7), "code": (code, 0.3)}, seed=0)'
 _END: Any = object()
 _MOST = 2**53  # times the weight of another source, or samples of an epoch

@@ -12,8 +12,6 @@ from torch.utils.data import default_collate
 from weft.checks import check_count
 from weft.errors import listed, value_error
 
-__all__ = ["pack_collate"]
-
 
 def pack_collate(
     *,

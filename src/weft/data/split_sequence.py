@@ -15,8 +15,6 @@ from weft.errors import ContextError, listed, type_error, value_error
 from weft.tensors.nested import cuts_itself, leaves, map_leaves, with_items
 from weft.tensors.sequence_order import Order, SequencePart, chunks, note_part, places
 
-__all__ = ["split_sequence"]
-
 B = TypeVar("B")
 _PAD = 'loader = DataLoader(..., collate_fn=weft.data.pad_collate(multiple_of={}, fill={{"labels": -100}}))'
 _IGNORED = -100  # the label that counts nowhere, of torch and transformers

@@ -19,8 +19,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-__all__ = ["workers_outlive_signals"]
-
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 _LOOK_S = 0.1  # how often a worker that got a signal looks whether its rank lives
 

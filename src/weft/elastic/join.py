@@ -25,8 +25,6 @@ from weft.context import DistContext
 from weft.errors import CheckpointError
 from weft.peers.replica_groups import ReplicaGroup
 
-__all__ = ["Received", "give", "put_in_place", "take"]
-
 
 def give(
     state: Checkpoint, step: int, to: Sequence[int], replicas: ReplicaGroup, ctx: DistContext, *, began: int

@@ -13,8 +13,6 @@ from weft.checkpoint.state.collect import Checkpoint
 from weft.checkpoint.storage.find import latest
 from weft.context import DistContext
 
-__all__ = ["MemoryCopy"]
-
 
 class MemoryCopy:
     """The newest copy of the state of a job.

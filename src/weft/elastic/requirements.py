@@ -22,8 +22,6 @@ from weft.errors import ContextError, ContractError, listed, type_error, value_e
 from weft.peers.replica_groups import ReplicaGroup
 from weft.version import __version__
 
-__all__ = ["check_program", "facts_of_program"]
-
 _FIT = frozenset(
     ("shard_data", "replicate", "fully_shard", "accumulate_grads", "with_precision", "recompute", "compile")
 )

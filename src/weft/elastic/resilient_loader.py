@@ -39,8 +39,6 @@ from weft.errors import ContextError, ContractError
 from weft.peers.quorum import Answer, Loop
 from weft.peers.replica_groups import ReplicaGroup
 
-__all__ = ["Resilient", "resilient"]
-
 B = TypeVar("B")
 
 _ATTEMPTS = 5  # to meet, while nobody is lost

@@ -22,9 +22,6 @@ from weft.tensors.dtensor import local
 from weft.tensors.generator_state import generator_state, is_generator, prepare_generator
 from weft.tensors.rng_state import RngState
 
-__all__ = ["StepMark", "averaged_parameters"]
-
-
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 

@@ -20,22 +20,6 @@ from weft.checks import check_choice, check_count
 from weft.engines.probes import ProbeMode
 from weft.precision import LossScaling
 
-__all__ = [
-    "CastOptions",
-    "CompileOptions",
-    "Compress",
-    "Offload",
-    "OtherMesh",
-    "PipelineOptions",
-    "RecomputeOptions",
-    "ReduceOptions",
-    "Reduction",
-    "ShardOptions",
-    "StepMeshes",
-    "StrategyOptions",
-    "TensorOptions",
-]
-
 Compress = Callable[[dist.ProcessGroup, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 Place = str | os.PathLike[str]
 # By parameter: over which mesh the rows of what a rank holds are cut, if they are, and which has cut the parameter.

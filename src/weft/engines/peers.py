@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Peers", "Replicas"]
-
 
 class Peers(Protocol):
     """One strategy on one module, as it is on the other ranks. Everything goes through the store."""

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["PROBE_MODES", "Compared", "OnlyInParts", "Probe", "ProbeMode", "Schedule", "WatchingProbe"]
-
 ProbeMode = Literal["auto", "every", "off"]
 PROBE_MODES: tuple[ProbeMode, ...] = get_args(ProbeMode)
 _OFTEN = 1024  # calls are probed at each power of two up to it, and then at each multiple of it

@@ -42,8 +42,6 @@ if TYPE_CHECKING:  # an engine is imported when it is chosen
     from weft.engines.torch.streaming.stream import StreamOptions
     from weft.precision import PowerSGD
 
-__all__ = ["Devices", "Engine", "Spmd"]
-
 
 class Devices(Protocol):
     """Where a rank computes: the devices of an engine, what is brought there, and their random numbers.

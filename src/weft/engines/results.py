@@ -6,8 +6,6 @@ from typing import Protocol
 
 from weft.engines.probes import Probe
 
-__all__ = ["Axes", "Held", "Probed", "ReducedModule", "TensorParallel", "Undoable"]
-
 Axes = tuple[tuple[str, int], ...]  # names and sizes, outermost first
 
 

@@ -8,8 +8,6 @@ import torch.distributed as dist
 
 from weft.errors import ContractError
 
-__all__ = ["is_communication_error", "mixed_kinds_error"]
-
 _COMMUNICATION_SIGNS = (
     "Connection closed by peer",
     "Connection reset by peer",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["cores_here"]
-
 
 def cores_here() -> list[int]:
     """Numbers of the cores that this process may use."""

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from weft.environments.topology import DEFAULT_PORT
 from weft.errors import ContextError
 
-__all__ = ["Facts", "port_of"]
-
 
 class Facts:
     """A mapping of strings, with numbers that name their variable when they are wrong."""

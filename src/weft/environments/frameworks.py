@@ -8,8 +8,6 @@ from weft.environments.facts import Facts, port_of
 from weft.environments.topology import DEFAULT_PORT, Topology
 from weft.errors import ContextError
 
-__all__ = ["LOOPBACK", "has_kubeflow", "has_tpu", "read_kubeflow", "read_torchrun", "read_tpu"]
-
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 

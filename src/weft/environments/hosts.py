@@ -7,8 +7,6 @@ import re
 from weft.environments.facts import Facts
 from weft.errors import ContextError
 
-__all__ = ["first_host", "lsf_hosts", "main_host", "tasks_per_node"]
-
 
 def first_host(nodelist: str) -> str:
     """Name the first host of a SLURM node list.

@@ -10,8 +10,6 @@ import hashlib
 import os
 from collections.abc import Mapping, MutableMapping
 
-__all__ = ["JOINED_VARIABLE", "forget_joined", "is_inside_a_rank", "note_joined"]
-
 JOINED_VARIABLE = "WEFT_JOINED"
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 # Each launcher has names of its own for ranks and jobs; a nested one sets at least some of them anew.

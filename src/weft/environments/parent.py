@@ -6,8 +6,6 @@ import os
 import signal
 import sys
 
-__all__ = ["end_with_parent"]
-
 
 def end_with_parent(parent: int) -> None:
     """Let the system kill this process as soon as its parent is gone, however that ended; on Linux."""

@@ -9,8 +9,6 @@ from weft.environments.hosts import first_host, main_host, tasks_per_node
 from weft.environments.topology import Topology
 from weft.errors import ContextError
 
-__all__ = ["LSF", "MPICH", "OPENMPI", "Mpi", "has_mpich", "has_slurm", "read_slurm"]
-
 
 class Mpi(NamedTuple):
     """The variables of an MPI; the first host is known to the scheduler around it.

@@ -12,8 +12,6 @@ from weft.environments.schedulers import LSF, MPICH, OPENMPI, has_mpich, has_slu
 from weft.environments.topology import Topology
 from weft.errors import ContextError, listed
 
-__all__ = ["topology"]
-
 
 class _Source(NamedTuple):
     name: str

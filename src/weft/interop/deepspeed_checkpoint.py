@@ -28,8 +28,6 @@ from weft.context import local
 from weft.engines import guest
 from weft.errors import CheckpointError
 
-__all__ = ["import_deepspeed"]
-
 
 def import_deepspeed(
     path: str | Path, directory: str | Path, *, tag: str | None = None, optimizer: bool = True

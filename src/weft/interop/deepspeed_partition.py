@@ -29,8 +29,6 @@ from weft.sharding import check_optimizers, exchange_parameters, groups_of, shar
 from weft.sharding.meta import Source, is_meta
 from weft.tensors.elsewhere import is_elsewhere
 
-__all__ = ["zero_partition"]
-
 
 def zero_partition(
     module: nn.Module,

@@ -41,8 +41,6 @@ from weft.launching.rank_main import ROUND
 from weft.peers.connect import interface_to, is_here, listen_at, not_connected, store_of_launcher
 from weft.peers.world import PREEMPTED, SAME_SIGNAL_S
 
-__all__ = ["supervise"]
-
 _BACKEND, _STATIC = "weft-c10d", "weft-static"
 _READ_S = 60  # as torch has it
 

@@ -25,8 +25,6 @@ from weft.launching.rank_main import as_rank
 from weft.peers.board import SECRET_VARIABLE
 from weft.peers.replica_groups import REPLICA_VARIABLE
 
-__all__ = ["main", "run_call"]
-
 
 def main(arguments: Sequence[str]) -> int:
     """Launch the ranks of one call, and write down how it ended."""

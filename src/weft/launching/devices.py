@@ -9,8 +9,6 @@ import torch
 
 from weft.errors import ContextError, listed
 
-__all__ = ["chosen_devices", "visible_devices"]
-
 # By the type of device: the variable by which its driver shows some of them only.
 _VARIABLES = MappingProxyType({"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"})
 

@@ -24,20 +24,6 @@ from weft.environments import Topology
 from weft.errors import PeerError
 from weft.peers.world import PREEMPTED
 
-__all__ = [
-    "PREEMPTED_TEXT",
-    "Ending",
-    "crash_file",
-    "earlier_tracebacks",
-    "first_failure",
-    "how_it_ended",
-    "last_words",
-    "own_traceback",
-    "report_of",
-    "restart_reason",
-    "write_report",
-]
-
 PREEMPTED_TEXT = "weft launch: the job was asked to end and has ended; start it again to resume"
 _MOST_EARLIER = 3  # tracebacks of attempts before the last one
 

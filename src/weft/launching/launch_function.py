@@ -31,8 +31,6 @@ from weft.context.start import launched
 from weft.errors import ContextError, PeerError
 from weft.launching.mailbox import CALL_FILE, ENDING_FILE, Call, dumps
 
-__all__ = ["launch_function"]
-
 R = TypeVar("R")
 
 

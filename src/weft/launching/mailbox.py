@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from weft.errors import MissingExtra, type_error
 
-__all__ = ["CALL_FILE", "ENDING_FILE", "Call", "dumps"]
-
 CALL_FILE, ENDING_FILE = "call", "ending.json"
 
 

@@ -19,8 +19,6 @@ from weft.context.settings import layered
 from weft.errors import ContextError
 from weft.peers.board import SECRET_VARIABLE
 
-__all__ = ["FLAGS", "MEETING_S", "Plan", "cores_of", "make_plan", "secret_of"]
-
 FLAGS = MappingProxyType(
     {"script": "", "module": "-m", "program": "--no-python"}
 )  # of the command line, by kind of target

@@ -15,8 +15,6 @@ import torch
 
 import weft
 
-__all__ = ["torch", "weft"]
-
 torch.optim.SGD([torch.zeros(1)])  # imports it
 
 for module in weft.LATER:

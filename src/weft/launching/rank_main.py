@@ -24,8 +24,6 @@ from weft.launching.failures import crash_file, restart_reason, write_report
 from weft.launching.plan import cores_of
 from weft.peers.world import PREEMPTED
 
-__all__ = ["ROUND", "as_rank", "run_target"]
-
 _STARTERS = frozenset({__file__, str(Path(__file__).with_name("callee.py")), contextlib.__file__})
 ROUND = "round"  # file of the launcher's folder: which meeting of the nodes this is
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from weft.launching.plan import FLAGS, Plan
 from weft.peers.board import SECRET_VARIABLE
 
-__all__ = ["batch_script"]
-
 
 def batch_script(
     plan: Plan,

@@ -11,8 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from weft.errors import value_error
 
-__all__ = ["count_flops", "peak_flops"]
-
 # Per second and dense (without sparsity), as the makers' data sheets say: for matrix products in bfloat16 or float16,
 # and in float32 without TF32. The first name that the device's name contains as words counts.
 _PEAKS = MappingProxyType({

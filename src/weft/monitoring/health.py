@@ -33,8 +33,6 @@ from weft.tensors.dtensor import local
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import leaves
 
-__all__ = ["Finding", "Health", "watch_health"]
-
 _FEWEST = 8  # losses before a jump can be distinguished from noise
 _MOST = 2**16  # sums that are kept between two calls
 _ORDER = ("weight", "output", "gradient of the output", "gradient", "loss")  # which comes before which

@@ -14,8 +14,6 @@ from weft.errors import ContextError, listed, value_error
 from weft.monitoring.trackers.lifetime import RunTracker, close
 from weft.monitoring.values import Tracker, numbers_to_average, seal_of
 
-__all__ = ["averaged", "chosen", "every", "log"]
-
 _PADDED_TO = 32  # numbers are reduced in vectors of such lengths, so that ranks with another number of names still meet
 
 

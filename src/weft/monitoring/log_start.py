@@ -22,8 +22,6 @@ from weft.monitoring.log import log
 from weft.monitoring.values import HParams, Tracker
 from weft.version import __version__
 
-__all__ = ["log_start"]
-
 
 def log_start(
     step: int,

@@ -9,8 +9,6 @@ from typing import Any, Literal
 from weft.collectives import barrier
 from weft.context import DistContext
 
-__all__ = ["logger"]
-
 
 def logger(
     name: str, ctx: DistContext, *, ranks: Literal["main", "all", "in_order"] = "main"

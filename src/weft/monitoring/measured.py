@@ -7,8 +7,6 @@ from weft.contract.marks import marks_of
 from weft.engines.probes import Schedule
 from weft.errors import listed
 
-__all__ = ["probe_results"]
-
 
 def probe_results(ctx: DistContext) -> str:
     """Describe which probes have run, what they have compared, and the largest difference that they found.

@@ -18,8 +18,6 @@ from weft.context import DistContext
 from weft.errors import type_error
 from weft.tensors.dtensor import local
 
-__all__ = ["PeakMemory", "peak_memory", "release_memory", "save_memory_snapshot", "used_bytes"]
-
 _Parts = nn.Module | torch.optim.Optimizer | Mapping[str, Any] | Iterable[Any]
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")

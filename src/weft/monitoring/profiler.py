@@ -14,8 +14,6 @@ from torch.profiler import ProfilerActivity
 from weft.checks import check_choice, check_count
 from weft.context import DistContext
 
-__all__ = ["Profile", "profile"]
-
 
 def profile(
     ctx: DistContext,

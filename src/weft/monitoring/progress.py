@@ -12,8 +12,6 @@ from typing import Any, TextIO, TypeVar
 
 from weft.context import DistContext
 
-__all__ = ["progress"]
-
 T = TypeVar("T")
 
 

@@ -19,8 +19,6 @@ from weft.monitoring.peak_memory import used_bytes
 from weft.monitoring.values import seal_of
 from weft.tensors.control import control_device
 
-__all__ = ["Throughput", "throughput"]
-
 T = TypeVar("T")
 
 _COUNTS = ("seal", "samples", "tokens", "flops", "peak", "memory", "steps", "elapsed")

@@ -12,19 +12,6 @@ import torch
 from weft.checks import as_number
 from weft.errors import listed, type_error
 
-__all__ = [
-    "Artifact",
-    "Figure",
-    "HParams",
-    "Histogram",
-    "Image",
-    "Table",
-    "Tracker",
-    "numbers_of",
-    "numbers_to_average",
-    "seal_of",
-]
-
 
 class Tracker(Protocol):
     """Anything that takes values: `wandb.log`, `mlflow.log_metrics`, a function of your own."""

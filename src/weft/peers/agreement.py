@@ -24,20 +24,6 @@ from weft.peers.board import Board, StoreLost
 from weft.peers.liveness import SLICE_S, blame, culprit, dead_near, peer_error
 from weft.peers.world import Watcher, World
 
-__all__ = [
-    "SLICE_S",
-    "absentees",
-    "agree",
-    "compare",
-    "compare_values",
-    "differing",
-    "disagree",
-    "exchange",
-    "peer_error",
-    "wait_for_key",
-]
-
-
 _FIX = "compute these values from arguments that are equal on all ranks"
 _ASKED = 4  # ranks that somebody who waits long asks what they do, others each time
 

@@ -34,8 +34,6 @@ import torch.distributed as dist
 from weft.errors import ContextError, PeerError
 from weft.peers.gloo_connections import cut
 
-__all__ = ["SECRET_VARIABLE", "Board", "StoreLost"]
-
 R = TypeVar("R")
 
 SECRET_VARIABLE = "WEFT_SECRET"  # noqa: S105  (its name in the environment; `weft launch` sets it for its ranks)

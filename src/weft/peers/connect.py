@@ -21,8 +21,6 @@ import torch.distributed as dist
 from weft.environments import Topology
 from weft.errors import ContextError
 
-__all__ = ["interface_to", "is_here", "listen_at", "not_connected", "open_store", "reach", "store_of_launcher"]
-
 _SAY_S = 10.0  # after so long it is said that somebody waits
 _HOPELESS_S = 60.0  # how long an address that cannot be reached is tried
 _TRY_S = 5.0  # one attempt

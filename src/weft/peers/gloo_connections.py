@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from weft import torch_internals
 
-__all__ = ["abort_groups", "connections", "cut", "groups_among", "listening_ports", "never_destroy"]
-
 _ABORT_LIMIT_S = 3.0
 
 

@@ -17,8 +17,6 @@ from weft.peers.agreement import agree, compare, exchange
 from weft.peers.liveness import check_failed, report_failure
 from weft.peers.world import World
 
-__all__ = ["Ledger"]
-
 _MAX_NOTED = 64  # of a rank that is so far ahead the oldest are let go
 
 

@@ -19,23 +19,6 @@ from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import connections, listening_ports
 from weft.peers.world import PREEMPTED, STUCK_S, World
 
-__all__ = [
-    "Neighbours",
-    "absent",
-    "announce",
-    "blame",
-    "check_failed",
-    "culprit",
-    "dead_near",
-    "exception_text",
-    "is_behind",
-    "late",
-    "machine_id",
-    "part",
-    "report_failure",
-    "wait_for_parting",
-]
-
 SLICE_S = 0.5  # how long a key is waited for before the peers are checked for life
 
 _GONE = (

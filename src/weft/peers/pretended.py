@@ -21,8 +21,6 @@ from weft import torch_internals
 from weft.errors import ContextError
 from weft.tensors.nested import map_tensors
 
-__all__ = ["BACKEND", "Mail", "NotSent", "PretendedGroup", "check_not_pretended"]
-
 BACKEND = "pretended_gloo"  # what depends on gloo, such as exchanges between pairs, is as on gloo
 Note = Callable[[str, "PretendedGroup", int], None]
 _ALL = -1  # among ranks

@@ -19,8 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Answer", "Ask", "Loop", "Quorums"]
-
 _START_S = 30.0  # after so long replicas begin from nothing, or a copy, without those that have not come
 _FACT = "start the same program with the same model on every replica"
 

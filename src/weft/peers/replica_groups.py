@@ -43,8 +43,6 @@ from weft.peers.quorum import Answer, Ask, Loop
 from weft.peers.world import World
 from weft.tensors.pairwise import SmallSum
 
-__all__ = ["REPLICA_VARIABLE", "STORE", "ReplicaGroup"]
-
 STORE = "weft/replicas"  # prefix of all keys
 REPLICA_VARIABLE = "WEFT_REPLICA"  # JSON: "job", its name; "ranks" of each replica; folders "memory" and "folder"
 _CONNECT_S = 5.0  # a member may have died since the quorum was decided

@@ -45,8 +45,6 @@ from weft.peers.gloo_connections import abort_groups, cut, groups_among, listeni
 from weft.peers.liveness import Neighbours, is_behind
 from weft.peers.world import World
 
-__all__ = ["Watch", "watch"]
-
 _TORCH = "torch.distributed.distributed_c10d"
 _PERIOD_S = 0.5
 _SURE_S = 1.5  # how long a rank has to stand still

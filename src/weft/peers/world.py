@@ -37,8 +37,6 @@ from weft import torch_internals
 from weft.peers.board import Board
 from weft.peers.pretended import PretendedGroup
 
-__all__ = ["PREEMPTED", "SAME_SIGNAL_S", "STUCK_S", "Background", "Holder", "Watcher", "World"]
-
 SAME_SIGNAL_S = 1.0  # a scheduler and a launcher may send the same signal both, one right after the other
 PREEMPTED = 75  # exit code of a job that was asked to end and can be resumed; EX_TEMPFAIL of sysexits.h
 STUCK_S = 1.0  # how far apart the ranks may notice that a collective timed out

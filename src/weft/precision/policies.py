@@ -12,16 +12,6 @@ import torch
 
 from weft.errors import listed, type_error, value_error
 
-__all__ = [
-    "LOW",
-    "NAMED",
-    "LossScaling",
-    "PolicyName",
-    "Precision",
-    "PrecisionOffer",
-    "named_policy",
-]
-
 PolicyName = Literal["fp32", "fp64", "bf16", "fp16", "fp8", "bf16-true", "fp16-true"]
 
 

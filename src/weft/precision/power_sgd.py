@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from weft.errors import listed, value_error
 
-__all__ = ["PowerSGD"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD:

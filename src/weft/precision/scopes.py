@@ -11,8 +11,6 @@ import torch
 from weft.errors import value_error
 from weft.precision.policies import LOW, PolicyName, Precision, named_policy
 
-__all__ = ["autocast", "creation_dtype"]
-
 
 class _HasDevice(Protocol):
     """A `DistContext`, as far as it matters here."""

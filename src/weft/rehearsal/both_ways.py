@@ -12,8 +12,6 @@ from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.simulation.numbers import Endless, Numbers, read_about
 from weft.rehearsal.table import size_text
 
-__all__ = ["both_ways"]
-
 Run = Callable[[Numbers], Rehearsal]
 _TIMES = 10  # as many operations may a run with other numbers do as the first one; more is a loop that does not end
 

@@ -15,8 +15,6 @@ from weft.errors import WeftError
 from weft.rehearsal.result import Rehearsal
 from weft.transforms.recompute import recompute
 
-__all__ = ["Change", "applied", "changes", "smallest"]
-
 _STRATEGIES = ("replicate", "fully_shard", "zero_partition")
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from weft.rehearsal.memory import KINDS, Memory
 from weft.rehearsal.result import Rehearsal
 
-__all__ = ["distinct_ranks", "facts"]
-
 
 def distinct_ranks(rehearse: Callable[[int], Rehearsal]) -> tuple[Rehearsal, ...]:
     """Rehearse one rank of each kind; `same_as` of each has the others.

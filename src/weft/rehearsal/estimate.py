@@ -15,8 +15,6 @@ from weft.errors import listed, value_error
 from weft.rehearsal.memory import Memory
 from weft.rehearsal.table import columns, size_text
 
-__all__ = ["OPTIMIZERS", "STRATEGIES", "TRAINABLE", "WIDTHS", "Block", "Estimate", "estimate"]
-
 WIDTHS = MappingProxyType({"fp32": 4.0, "bf16-true": 2.0, "int8": 1.0, "int4": 0.5})  # bytes of an element of a weight
 TRAINABLE = ("fp32", "bf16-true")
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "Holder", "Memory", "Moment"]
-
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "buffers", "other")
 
 

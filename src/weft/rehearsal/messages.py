@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Links", "Message", "sent_bytes"]
-
 
 @dataclass(frozen=True)
 class Links:

@@ -31,8 +31,6 @@ from weft.rehearsal.simulation.pretended_world import pretended_world
 from weft.rehearsal.simulation.saving import saves_counted
 from weft.rehearsal.simulation.shortcuts import shortcuts
 
-__all__ = ["Program", "alone", "observe_steps", "rehearse", "simulated"]
-
 R = TypeVar("R")
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (random.getstate, random.setstate),

@@ -12,8 +12,6 @@ from weft.rehearsal import table
 from weft.rehearsal.memory import KINDS, Holder, Memory, Moment
 from weft.rehearsal.messages import Links, Message
 
-__all__ = ["Difference", "Rehearsal"]
-
 _FORMAT = "weft rehearsal 1"
 
 

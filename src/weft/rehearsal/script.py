@@ -26,9 +26,6 @@ from weft.rehearsal.simulation.numbers import Endless
 from weft.rehearsal.simulation.observe import Observed, observing
 from weft.rehearsal.simulation.pretended_tensors import Assumed, Simulation
 
-__all__ = ["rehearse_script"]
-
-
 _MOST_CALLS = 5  # of a model in a step, if the program goes on without end; then it is batches that do not
 
 

@@ -11,8 +11,6 @@ from weft.errors import value_error
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.table import columns, size_text
 
-__all__ = ["Choice", "Trial", "choices", "least", "rehearsed", "table"]
-
 _MARK = "* nothing else in the table needs less memory without sending more, or sends less without needing more"
 
 

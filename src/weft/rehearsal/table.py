@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from weft.rehearsal.memory import KINDS, Holder, Memory
 from weft.rehearsal.messages import Links, Message
 
-__all__ = ["columns", "difference", "holders", "memory", "messages", "ranges", "size_text"]
-
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _HOLDERS = 5
 

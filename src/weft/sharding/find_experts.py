@@ -14,8 +14,6 @@ from weft.errors import AlreadyApplied, listed, value_error
 from weft.sharding.shard_checks import check_not_hooked
 from weft.tensors.dtensor import is_sharded
 
-__all__ = ["Experts", "find_experts"]
-
 # What transformers calls the arguments after the tokens.
 _INDICES = ("top_k_index", "router_indices")
 _WEIGHTS = ("top_k_weights", "routing_weights")

@@ -20,8 +20,6 @@ from weft.errors import listed, value_error
 from weft.peers.agreement import disagree
 from weft.tensors.elsewhere import is_elsewhere
 
-__all__ = ["Source", "WeightSource", "draw_values", "draws", "is_meta", "own_tensors", "place_real"]
-
 Weights = Mapping[str, torch.Tensor]
 WeightSource = Weights | Callable[[], Weights] | Literal["later"] | None
 

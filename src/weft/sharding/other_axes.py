@@ -23,17 +23,6 @@ from weft.engines.options import Reduction
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.elsewhere import is_elsewhere
 
-__all__ = [
-    "Dims",
-    "broadcast_state",
-    "dims_of",
-    "facts_of",
-    "other_dims",
-    "put_on_our_mesh",
-    "reductions",
-    "step_meshes",
-]
-
 Dims = tuple[tuple[str, ...], ...]  # the axes of each dimension of a mesh to shard over
 
 

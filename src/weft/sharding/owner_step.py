@@ -21,8 +21,6 @@ from weft.errors import ContractError, OrderError, value_error
 from weft.tensors.dtensor import is_sharded, local
 from weft.tensors.elsewhere import is_elsewhere
 
-__all__ = ["blocks_of", "check_divides_state", "check_owners", "step_by_owners"]
-
 
 def check_owners(what: str, optimizer: torch.optim.Optimizer) -> None:
     """Raise if parameters of an optimizer cannot have owners, or need none.

@@ -20,18 +20,6 @@ from weft.sharding.meta import WeightSource, is_meta
 from weft.sharding.units import owner_units
 from weft.tensors.dtensor import is_sharded
 
-__all__ = [
-    "check_drawn",
-    "check_not_hooked",
-    "check_optimizers",
-    "check_options",
-    "check_parameters",
-    "check_weights",
-    "groups_of",
-    "optimizers_in",
-    "reshard_of",
-]
-
 
 def check_options(what: str, module: nn.Module, options: ShardOptions, weights: WeightSource) -> None:
     """Check the options that concern the module.

@@ -38,8 +38,6 @@ from weft.sharding.shard_checks import (
 )
 from weft.sharding.units import gather_dtypes, ignored_in, owner_units, parts_apart, units_of
 
-__all__ = ["exchange_parameters", "shard_module", "sharding_axes"]
-
 
 def shard_module(
     what: str,

@@ -13,8 +13,6 @@ from weft.context.sub_contexts import mesh_along
 from weft.contract.layout import axes_of_dims
 from weft.tensors.dtensor import is_sharded, local
 
-__all__ = ["stacked_over"]
-
 
 def stacked_over(tensor: torch.Tensor, ctx: DistContext, axis: str) -> torch.Tensor:
     """The tensors of the ranks along an axis of the mesh, one after the other in a new first dimension.

@@ -23,8 +23,6 @@ from weft.tensors.dtensor import full_tensor, local
 from weft.tensors.elsewhere import empty_elsewhere, forget_elsewhere, is_elsewhere
 from weft.tensors.nested import map_tensors
 
-__all__ = ["StageTensors"]
-
 
 class StageTensors:
     """The parameters and buffers of a module whose layers lie on the ranks of a pipeline; `Placed` of the contract."""

@@ -11,8 +11,6 @@ from torch import nn
 from weft.checks import check_count, check_module
 from weft.errors import ContractError, listed, type_error, value_error
 
-__all__ = ["PipelinePlan", "plan_of", "plan_pipeline"]
-
 
 @dataclass(frozen=True)
 class PipelinePlan:

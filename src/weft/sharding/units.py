@@ -13,8 +13,6 @@ from weft.contract.select_modules import Selection, called_inside, select
 from weft.errors import ContractError, listed, value_error
 from weft.precision import LOW, PrecisionOffer
 
-__all__ = ["blocks_of", "gather_dtypes", "ignored_in", "owner_units", "parts_apart", "units_of"]
-
 _LARGE = 2**20  # parameters of a layer that is worth a unit, and messages, of its own
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CAST_BY_AUTOCAST = frozenset(layer.forward for layer in _LAYERS)

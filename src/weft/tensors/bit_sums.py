@@ -10,8 +10,6 @@ from torch import nn
 
 from weft import torch_internals
 
-__all__ = ["can_be_read", "sum_of_bits", "sums_of_bits"]
-
 _INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["control_device"]
-
 
 def control_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
     """Of tensors that every rank reads as soon as they have come.

@@ -21,26 +21,6 @@ from weft.tensors.sharded_grad import CutGradient
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "axes_of",
-    "block_of",
-    "cut_like",
-    "forget_groups",
-    "full_tensor",
-    "groups_of",
-    "is_fsdp",
-    "is_fsdp_unit",
-    "is_sharded",
-    "kept_prefetches",
-    "local",
-    "reset_units",
-    "resting_parameters",
-    "set_spec_of",
-    "spec_of",
-    "state_of",
-    "whole_along",
-]
-
 
 def is_sharded(tensor: torch.Tensor) -> TypeIs[DTensor]:
     """Whether a tensor is a DTensor: cut over ranks, or known to be equal on them."""

@@ -17,8 +17,6 @@ from weft import torch_internals
 from weft.errors import ContractError, WeftError
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["Elsewhere", "empty_elsewhere", "forget_elsewhere", "is_elsewhere"]
-
 _MARK = "_weft_elsewhere"
 
 

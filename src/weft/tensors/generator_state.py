@@ -11,21 +11,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-__all__ = [
-    "Generator",
-    "generator_kind",
-    "generator_state",
-    "is_generator",
-    "numpy_json",
-    "numpy_state",
-    "prepare_generator",
-    "python_json",
-    "python_state",
-    "seeding",
-    "to_hex",
-    "torch_state",
-]
-
 _KEYS = 624  # words of a Mersenne twister
 _Python = random.Random  # noqa: S311  (states, no secrets)
 Generator: TypeAlias = torch.Generator | _Python | np.random.Generator | np.random.RandomState

@@ -26,19 +26,6 @@ import torch
 
 from weft.errors import type_error
 
-__all__ = [
-    "Path",
-    "cuts_itself",
-    "leaves",
-    "map_leaves",
-    "map_tensors",
-    "moves_itself",
-    "rows_of",
-    "tensors",
-    "with_items",
-    "without_rows",
-]
-
 T = TypeVar("T")
 Path = tuple[str, ...]
 Whole = Callable[[Any], bool] | None

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["PairGather", "SmallSum", "as_real", "in_pairs", "pair_rounds"]
-
 _SWAP_TAG = 0x5E7F  # of messages that two ranks swap; a program that sends over the same group uses others
 _MAX_BYTES = 2**20  # of a sum; what is gathered may be of any size
 _TOGETHER_BYTES = 25 * 2**20  # of all buffers that one all-gather is of

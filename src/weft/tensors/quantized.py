@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["is_wrapped", "keep_order", "quantization_state", "quantized_parts"]
-
 _TEXT = 512
 
 

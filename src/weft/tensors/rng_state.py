@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-__all__ = ["DeviceRng", "RngState"]
-
 
 class DeviceRng(Protocol):
     """Who knows the random state of a device; engines do."""

@@ -14,18 +14,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-__all__ = [
-    "Order",
-    "SequencePart",
-    "chunks",
-    "note_part",
-    "part_of",
-    "places",
-    "rank_order",
-    "sequence_order",
-    "with_note_of",
-]
-
 Order = Literal["zigzag", "contiguous"]
 _NOTE = "_weft_sequence_part"
 

@@ -19,8 +19,6 @@ from typing_extensions import override
 from weft import torch_internals
 from weft.errors import ContractError
 
-__all__ = ["CutGradient"]
-
 _EACH: Mapping[Any, Any] = MappingProxyType(
     {
         torch.ops.aten.zero_.default: torch.Tensor.zero_,

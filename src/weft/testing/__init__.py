@@ -14,7 +14,8 @@ law_job.py      the small training job they run
 from weft.testing import laws as laws
 from weft.testing.equivalence import assert_equivalent, largest_difference
 from weft.testing.fake import fake
-from weft.testing.ranks import RankPool, RanksFailed, run_ranks
+from weft.testing.ranks import RankPool, run_ranks
+from weft.testing.ranks_failed import RanksFailed
 from weft.testing.rehearsed import assert_rehearsed
 
 __all__ = [

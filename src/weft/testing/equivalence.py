@@ -12,8 +12,6 @@ from weft.errors import listed, value_error
 from weft.tensors.nested import leaves
 from weft.testing.ranks import run_ranks
 
-__all__ = ["assert_equivalent", "largest_difference"]
-
 
 def assert_equivalent(
     train: Callable[..., Any],

@@ -11,8 +11,6 @@ from weft.context.settings import mesh_axes
 from weft.engines import TorchEngine
 from weft.errors import ContextError
 
-__all__ = ["fake"]
-
 
 def fake(
     rank: int = 0,

@@ -24,20 +24,6 @@ from weft.tensors.sequence_order import part_of
 from weft.transforms.clip_grads import clip_grads
 from weft.transforms.undo import undo
 
-__all__ = [
-    "Job",
-    "Model",
-    "Parts",
-    "Row",
-    "build",
-    "finish_step",
-    "loss_of",
-    "plain_loader",
-    "prepare",
-    "reference",
-    "train",
-]
-
 Apply: TypeAlias = Callable[["Parts", DistContext], DistContext]
 
 

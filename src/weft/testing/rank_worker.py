@@ -29,8 +29,6 @@ from weft.context import DistContext, adopt, local
 from weft.peers.gloo_connections import connections
 from weft.testing.fake import fake
 
-__all__ = ["OUTERMOST", "STACK_SIGNAL", "serve_jobs"]
-
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # upon which a rank writes down where it is
 OUTERMOST = f'File "{__file__}", line '  # in what it writes: the caller of the job
 

@@ -28,9 +28,7 @@ from weft.engines.probes import ProbeMode
 from weft.errors import WeftError, type_error
 from weft.peers.connect import listen_at
 from weft.testing.rank_worker import OUTERMOST, STACK_SIGNAL
-from weft.testing.ranks_failed import RanksFailed, failure_of
-
-__all__ = ["RankPool", "RanksFailed", "run_ranks"]
+from weft.testing.ranks_failed import failure_of
 
 R = TypeVar("R")
 _OPTIONS = MappingProxyType(

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from weft.errors import PeerError, WeftError
 
-__all__ = ["RanksFailed", "failure_of"]
-
 
 class RanksFailed(WeftError):
     """A function failed on some ranks.

@@ -15,8 +15,6 @@ from weft.rehearsal.simulation.pretended_tensors import Assumed
 from weft.rehearsal.simulation.settled import settled
 from weft.testing.ranks import run_ranks
 
-__all__ = ["assert_rehearsed"]
-
 _Facts = tuple[tuple[Moment, ...], tuple[Message, ...], tuple[Message, ...]]
 
 

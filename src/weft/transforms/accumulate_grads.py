@@ -23,11 +23,8 @@ from weft.contract import GradSync, StepsApart, applied_to, gradient_axes, offer
 from weft.data.windows.loader import Windows, known_length, windowed
 from weft.data.windows.splitter import Remainder, Steps, WindowSplitter, check_steps
 from weft.data.windows.sync import Reduce, WindowSync
-from weft.data.windows.window import Window
 from weft.engines.torch.stepping.backward_step import check_has_gradients
 from weft.errors import AlreadyApplied, type_error, value_error
-
-__all__ = ["Window", "Windows", "accumulate_grads"]
 
 B = TypeVar("B")
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module])

@@ -16,8 +16,6 @@ from weft.context import DistContext
 from weft.contract import check_not_elsewhere, offered, transform
 from weft.errors import ContractError, listed, value_error
 
-__all__ = ["Averages", "average_weights", "averages"]
-
 M = TypeVar("M", bound=nn.Module)
 Decay = float | Callable[[int], float] | None
 

@@ -23,8 +23,6 @@ from weft.errors import listed, message, type_error, value_error
 from weft.peers.agreement import exchange
 from weft.tensors.dtensor import resting_parameters
 
-__all__ = ["clip_grads"]
-
 _HasGradients = nn.Module | torch.optim.Optimizer | torch.Tensor
 _Part = tuple[str, _HasGradients]
 _POLICIES = ("raise", "skip", "zero")

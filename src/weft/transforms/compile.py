@@ -19,8 +19,6 @@ from weft.engines.torch.compute.compile_module import already_compiled, check_ba
 from weft.errors import AlreadyApplied, ContractError, listed, value_error
 from weft.tensors.dtensor import is_sharded
 
-__all__ = ["compile"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -27,8 +27,6 @@ from weft.errors import ContextError, ContractError, OrderError, listed
 from weft.loop_watch import PartsWatch
 from weft.tensors.sequence_order import Order, SequencePart
 
-__all__ = ["context_parallel"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

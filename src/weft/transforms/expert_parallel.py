@@ -25,8 +25,6 @@ from weft.sharding.find_experts import Experts, find_experts
 from weft.sharding.meta import is_meta, place_real
 from weft.sharding.stage_tensors import bring_state
 
-__all__ = ["expert_parallel"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

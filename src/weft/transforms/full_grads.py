@@ -12,8 +12,6 @@ from weft.engines.torch.parts.left_gathered import drop_gathered
 from weft.tensors.dtensor import full_tensor
 from weft.tensors.elsewhere import is_elsewhere
 
-__all__ = ["full_grads"]
-
 
 def full_grads(module: nn.Module, ctx: DistContext) -> dict[str, torch.Tensor]:
     """Return the full gradients of a module by name, for inspection.

@@ -15,8 +15,6 @@ from weft.errors import ContractError, listed
 from weft.tensors.dtensor import resting_parameters
 from weft.tensors.elsewhere import is_elsewhere
 
-__all__ = ["full_params"]
-
 
 def full_params(
     module: nn.Module, ctx: DistContext, *, write: bool = False, forward: bool = False

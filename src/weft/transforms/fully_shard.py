@@ -17,8 +17,6 @@ from weft.contract.select_modules import Selection
 from weft.engines.options import ShardOptions
 from weft.sharding import WeightSource, optimizers_in, shard_module, sharding_axes
 
-__all__ = ["fully_shard"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

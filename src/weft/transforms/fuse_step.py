@@ -10,8 +10,6 @@ from weft.context import DistContext
 from weft.contract import GradSync, offered, transform
 from weft.engines.torch.optim.flat_step import check_elementwise
 
-__all__ = ["fuse_step"]
-
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 

@@ -13,8 +13,6 @@ from weft.engines.torch.optim.flat_step import is_elementwise
 from weft.errors import ContractError
 from weft.sharding import check_divides_state, check_owners, step_by_owners
 
-__all__ = ["gather_step"]
-
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 

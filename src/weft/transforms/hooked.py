@@ -13,8 +13,6 @@ from weft.contract.select_modules import Selection, select
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.errors import type_error, value_error
 
-__all__ = ["hooked"]
-
 M = TypeVar("M", bound=nn.Module)
 Before: TypeAlias = Callable[
     [nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | None

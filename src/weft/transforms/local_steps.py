@@ -22,8 +22,6 @@ from weft.errors import ContextError, ContractError, listed
 from weft.peers.ledger import Ledger
 from weft.sharding import broadcast_state, groups_of, stacked_over
 
-__all__ = ["averaged", "local_steps"]
-
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 

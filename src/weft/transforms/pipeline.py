@@ -34,8 +34,6 @@ from weft.sharding.stage_tensors import StageTensors, forget_state
 from weft.sharding.stages import PipelinePlan, plan_of, plan_pipeline
 from weft.tensors.dtensor import is_fsdp
 
-__all__ = ["pipeline"]
-
 M = TypeVar("M", bound=nn.Module)
 Schedule = Literal[
     "1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"

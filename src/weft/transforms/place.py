@@ -22,8 +22,6 @@ from weft.weights.places.placed_tensors import PlacedTensors
 from weft.weights.sources import from_path
 from weft.weights.stored_names import as_named_now
 
-__all__ = ["place"]
-
 M = TypeVar("M", bound=nn.Module)
 _STRATEGIES = frozenset(
     {"replicate", "fully_shard", "zero_partition", "tensor_parallel", "context_parallel", "expert_parallel"}

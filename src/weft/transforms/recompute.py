@@ -19,8 +19,6 @@ from weft.engines.options import RecomputeOptions
 from weft.engines.torch.compute.activation_checkpoint import already_recomputed, saved_ops
 from weft.errors import AlreadyApplied, listed, type_error
 
-__all__ = ["recompute"]
-
 M = TypeVar("M", bound=nn.Module)
 Op: TypeAlias = str | Callable[..., Any]  # of torch.ops
 Policy: TypeAlias = Callable[..., CheckpointPolicy | bool]

@@ -36,8 +36,6 @@ from weft.precision import PowerSGD
 from weft.sharding import broadcast_state, facts_of, reductions, stacked_over
 from weft.tensors.dtensor import is_sharded
 
-__all__ = ["replicate"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -35,8 +35,6 @@ from weft.loop_watch import watch_loop
 from weft.metrics import SampleIds
 from weft.peers.agreement import exchange
 
-__all__ = ["DataPlan", "SeekableStream", "ShardedLoader", "shard_data"]
-
 T = TypeVar("T")
 Mode = Literal["batches", "split", "dispatch", "shards"]
 Resized = Literal["error", "next_epoch"]

@@ -12,8 +12,6 @@ from weft.contract import offered, transform
 from weft.errors import ContractError, OrderError, listed, type_error, value_error
 from weft.precision import PrecisionOffer
 
-__all__ = ["skip_nonfinite", "was_skipped"]
-
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 

@@ -16,8 +16,6 @@ from weft.errors import OrderError
 from weft.precision import PrecisionOffer
 from weft.tensors.dtensor import resting_parameters
 
-__all__ = ["step_in_backward"]
-
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 

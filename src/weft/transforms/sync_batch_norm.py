@@ -11,8 +11,6 @@ from weft import torch_internals
 from weft.context import DistContext
 from weft.contract import transform
 
-__all__ = ["sync_batch_norm"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -14,9 +14,7 @@ from torch import nn
 
 from weft.context import DistContext
 from weft.contract import Undoable, transform
-from weft.sharding import WeightSource, cut_layers, optimizers_in, tensor_plan
-
-__all__ = ["tensor_parallel", "tensor_plan"]
+from weft.sharding import WeightSource, cut_layers, optimizers_in
 
 M = TypeVar("M", bound=nn.Module)
 

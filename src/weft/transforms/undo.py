@@ -16,8 +16,6 @@ from weft.sharding import check_optimizers, exchange_parameters, groups_of, opti
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.elsewhere import is_elsewhere
 
-__all__ = ["undo"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

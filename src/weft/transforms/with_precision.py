@@ -21,8 +21,6 @@ from weft.engines.torch.amp.stored_weights import StoredWeights
 from weft.errors import listed, type_error, value_error
 from weft.precision import LOW, PolicyName, Precision, PrecisionOffer, named_policy
 
-__all__ = ["fp8_layers", "loss_scale", "with_precision"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -38,8 +38,6 @@ from weft.sharding import (
     step_meshes,
 )
 
-__all__ = ["zero_partition"]
-
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 

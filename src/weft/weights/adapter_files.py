@@ -11,8 +11,6 @@ from weft.checkpoint.state.adapters import Adapter, adapters_of
 from weft.errors import CheckpointError, listed, value_error
 from weft.weights.sources import Source
 
-__all__ = ["check_adapter_options", "names_in_module", "stored_adapter"]
-
 
 def check_adapter_options(peft: object, filter: object, rename: object) -> None:
     """Raise unless these options of `export` go together.

@@ -34,8 +34,6 @@ from weft.tensors.elsewhere import is_elsewhere
 from weft.weights.sources import Source, reading
 from weft.weights.targets import Memory, Target, targets, waits_for_values
 
-__all__ = ["Placement", "compare", "renamed"]
-
 _IN_FLIGHT = 4  # messages; more bring nothing, and each keeps a tensor
 Route: TypeAlias = tuple[Any, int]  # a process group, and which of its ranks has the tensor
 

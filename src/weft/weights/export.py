@@ -20,8 +20,6 @@ from weft.weights.hf_layout import Layout, check_names, chosen_tensors, num_byte
 from weft.weights.publish import published
 from weft.weights.sources import floating_dtype, from_checkpoint
 
-__all__ = ["export"]
-
 
 def export(
     path: str | Path,

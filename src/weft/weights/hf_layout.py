@@ -20,8 +20,6 @@ from weft.contract.select_modules import Names, fits_pattern
 from weft.errors import CheckpointError, listed, value_error
 from weft.weights.sources import MAX_INDEX_BYTES, Source
 
-__all__ = ["Layout", "check_names", "chosen_tensors", "num_bytes", "renamed_tensors"]
-
 _UNITS = MappingProxyType({"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40})  # fmt: skip
 

@@ -25,8 +25,6 @@ from weft.weights.hf_layout import chosen_tensors
 from weft.weights.sources import floating_dtype, from_path
 from weft.weights.stored_names import as_named_now
 
-__all__ = ["LoadedWeights", "load_weights", "read"]
-
 
 class LoadedWeights(NamedTuple):
     """What was loaded.

@@ -23,8 +23,6 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-__all__ = ["on_meta"]
-
 _LARGE = 2**20  # bytes of a tensor that gets pages of its own
 
 

@@ -16,8 +16,6 @@ from weft.checkpoint.state.adapters import CONFIG
 from weft.checkpoint.storage.private_folder import remove_if_left
 from weft.errors import CheckpointError, listed
 
-__all__ = ["published"]
-
 
 @contextlib.contextmanager
 def published(out: Path, source: Path, name: str) -> Iterator[Path]:

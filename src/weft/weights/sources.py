@@ -21,8 +21,6 @@ from weft.checkpoint.storage.directory import Directory
 from weft.checkpoint.storage.find import check_files, complete
 from weft.errors import CheckpointError, listed, value_error
 
-__all__ = ["INDEX", "MAX_INDEX_BYTES", "Source", "floating_dtype", "from_checkpoint", "from_path", "reading"]
-
 INDEX = ".safetensors.index.json"
 MAX_INDEX_BYTES = 2**28
 _SHORT = MappingProxyType({"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})

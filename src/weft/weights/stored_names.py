@@ -13,8 +13,6 @@ from weft.checkpoint.format.manifest import NamedPiece, Piece, TensorEntry
 from weft.checkpoint.format.transfer import Stored
 from weft.weights.sources import Source
 
-__all__ = ["as_named_now"]
-
 
 def as_named_now(source: Source, module: nn.Module) -> Source:
     """A source whose tensors have the names of a model of transformers, if its file was written with others.

@@ -20,8 +20,6 @@ from weft.tensors.dtensor import is_sharded
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.quantized import quantization_state
 
-__all__ = ["Memory", "Target", "targets", "waits_for_values"]
-
 
 class Target(NamedTuple):
     """A parameter or buffer, and its names in `state_dict`: several if it is tied.

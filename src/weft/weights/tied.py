@@ -9,8 +9,6 @@ from torch import nn
 from weft.checks import check_module
 from weft.errors import listed, value_error
 
-__all__ = ["find_tied", "tie"]
-
 
 def find_tied(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     """The names of parameters that are one object, also because a whole layer is used twice.

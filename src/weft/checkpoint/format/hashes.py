@@ -14,8 +14,6 @@ from typing import Any, Protocol
 from weft.checks import import_extra
 from weft.errors import MissingExtra
 
-__all__ = ["HASHES", "Hash", "best_hash", "new_hash"]
-
 HASHES = MappingProxyType(
     {"xxh3_128": ("XXH3-128", 32), "sha256": ("SHA-256", 64)}
 )  # what it is called, hexadecimal digits

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-__all__ = ["parse_json"]
-
 _MOST_NESTED = 700  # values of a state may be 200 deep, three times as deep in JSON
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|([\[{])|[\]}]')
 

@@ -22,28 +22,6 @@ from weft.checkpoint.format.json_text import parse_json
 from weft.checkpoint.format.plain_files import raise_if_unreadable, read_plain
 from weft.errors import CheckpointError, listed, message
 
-__all__ = [
-    "DTYPES",
-    "FORMAT",
-    "MAX_BYTES",
-    "MAX_HEADER_BYTES",
-    "MAX_STEP",
-    "NAME",
-    "STEP",
-    "Damage",
-    "FileEntry",
-    "Manifest",
-    "NamedPiece",
-    "Piece",
-    "TensorEntry",
-    "check",
-    "check_place",
-    "parse_manifest",
-    "read_manifest",
-    "sizes_of",
-    "step_of",
-]
-
 # Its number grows with whatever an older weft would not understand. 2: counters, ordered dicts and orders of sums among
 # the values, which 0.2.0 wrote as 1; scores.
 _FORMATS = "weft checkpoint "

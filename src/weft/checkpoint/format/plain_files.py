@@ -14,8 +14,6 @@ from pathlib import Path
 
 from weft.checkpoint.format.hashes import new_hash
 
-__all__ = ["digest_of", "open_plain", "raise_if_unreadable", "read_into", "read_plain", "what_is"]
-
 _BLOCK = 2**20  # bytes; fits into the caches of a core
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 _PAUSES_S = (0.01, 0.05, 0.2)  # before a read that returned nothing is tried again

@@ -29,8 +29,6 @@ from weft.checkpoint.format.plain_files import open_plain, raise_if_unreadable, 
 from weft.checkpoint.format.tensor_blocks import Block, memory_of, overlap
 from weft.errors import CheckpointError
 
-__all__ = ["Slot", "TensorFiles", "in_order", "open_tensors"]
-
 _CODES = MappingProxyType({code: dtype for dtype, (code, _) in DTYPES.items()})
 _ENTRY = re.compile(rb'"data_offsets"\s*:\s*\[')
 Slot: TypeAlias = tuple[str, tuple[int, ...], int]  # dtype, shape, offset of the first byte in the file

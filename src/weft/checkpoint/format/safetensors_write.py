@@ -18,8 +18,6 @@ from weft.checkpoint.format.manifest import DTYPES, MAX_HEADER_BYTES, FileEntry
 from weft.checkpoint.format.tensor_blocks import memory_of
 from weft.errors import CheckpointError
 
-__all__ = ["file_head", "new_file", "sync_folder", "tensor_writer", "write_bytes", "write_parts"]
-
 _BLOCK = 2**20  # bytes; fits into the caches of a core
 
 

@@ -11,8 +11,6 @@ import torch
 from weft.context import DistContext
 from weft.tensors.dtensor import block_of, is_sharded, local
 
-__all__ = ["Block", "Held", "hold", "holders", "memory_of", "overlap", "whole", "writers"]
-
 
 class Block(NamedTuple):
     """A block of a tensor: where it begins and how large it is."""

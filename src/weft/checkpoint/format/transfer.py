@@ -14,8 +14,6 @@ from weft.checkpoint.format.safetensors_read import TensorFiles, in_order
 from weft.checkpoint.format.tensor_blocks import Block, memory_of
 from weft.errors import value_error
 
-__all__ = ["Stored", "Transfer", "are_equal", "in_parts", "is_faithful", "of_one_kind", "transfer"]
-
 _PART = 2**19  # elements of a tensor that is converted, or copied to a device, at a time: at most 4 MiB
 _THREAD_BYTES = 8 * 2**20  # that are worth one more thread
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-__all__ = ["CONFIG", "Adapter", "adapters_of"]
-
 # The file that PEFT keeps a configuration in, beside the weights.
 CONFIG = "adapter_config.json"
 

@@ -27,7 +27,6 @@ from weft.checkpoint.state import random_states
 from weft.checkpoint.state.collect import (
     Checkpoint,
     Content,
-    Stateful,
     collect,
     keepers,
     kept_by,
@@ -39,12 +38,10 @@ from weft.checkpoint.state.collect import (
 from weft.checkpoint.state.json_values import decode, encode
 from weft.context import DistContext
 from weft.context.placement import values_replaced
-from weft.contract import KeepsOrder, OwnsState, StepsApart, offered
+from weft.contract import KeepsOrder, OwnsState, Stateful, StepsApart, offered
 from weft.errors import CheckpointError, listed
 from weft.tensors.dtensor import cut_like, is_sharded, local
 from weft.tensors.generator_state import generator_kind, generator_state, is_generator, prepare_generator
-
-__all__ = ["Plan", "Source", "check_values", "load_objects", "put_weights", "request"]
 
 
 class Source(Protocol):

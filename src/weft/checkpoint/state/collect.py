@@ -40,28 +40,6 @@ from weft.tensors.dtensor import resting_parameters
 from weft.tensors.generator_state import generator_kind, generator_state, is_generator
 from weft.tensors.quantized import quantization_state
 
-__all__ = [
-    "Around",
-    "Checked",
-    "Checkpoint",
-    "Content",
-    "Stateful",
-    "around",
-    "check_memory",
-    "check_state",
-    "checkpointable",
-    "collect",
-    "has_owners",
-    "is_extra",
-    "keepers",
-    "kept_by",
-    "parameter_names",
-    "plain_name",
-    "ranks_apart",
-    "tell_keepers",
-]
-
-
 T = TypeVar("T")
 Around: TypeAlias = Callable[[Literal["save", "restore"]], object]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import MutableMapping, MutableSequence
 from typing import Any, TypeAlias
 
-__all__ = ["Filled"]
-
 Container: TypeAlias = MutableMapping[Any, Any] | MutableSequence[Any]
 
 

@@ -17,8 +17,6 @@ from weft.errors import type_error
 from weft.tensors.dtensor import local
 from weft.tensors.quantized import is_wrapped
 
-__all__ = ["check_tensor", "check_values", "decode", "encode"]
-
 _MOST_NESTED = 200  # three times as deep in JSON, which Python reads a thousand deep
 _MOST_BITS = 10_000  # of a whole number; Python reads 4300 digits
 _DICTS: Mapping[Any, type[dict[Any, Any]]] = MappingProxyType(

@@ -17,8 +17,6 @@ from weft.checkpoint.state.collect import Checkpoint, Content, has_owners
 from weft.context import DistContext
 from weft.peers.agreement import exchange
 
-__all__ = ["add_elsewhere"]
-
 
 def add_elsewhere(content: Content, state: Checkpoint, ctx: DistContext) -> dict[str, frozenset[int]]:
     """Add what other ranks have to what this one has, without values.

@@ -19,13 +19,6 @@ from weft.errors import CheckpointError
 from weft.tensors.generator_state import numpy_json, numpy_state, python_json, python_state, to_hex, torch_state
 from weft.tensors.rng_state import RngState
 
-__all__ = [
-    "drawn_state",
-    "prepare_random_state",
-    "random_state",
-    "restored_from",
-]
-
 
 def random_state(ctx: DistContext) -> dict[str, Any]:
     """The random states of this rank, as JSON."""

@@ -24,8 +24,6 @@ from weft.checkpoint.format.manifest import MAX_BYTES, NAME, STEP, Damage, Manif
 from weft.checkpoint.storage.protocol import Draft, changed_bytes
 from weft.errors import MissingExtra, type_error, value_error
 
-__all__ = ["Bucket", "RemotePath"]
-
 _NEWEST = "newest"
 _PART = 2**22
 _PACKAGES = MappingProxyType(

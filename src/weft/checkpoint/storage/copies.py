@@ -19,8 +19,6 @@ from weft.collectives.on_all_ranks import from_main, gathered
 from weft.context import DistContext
 from weft.errors import CheckpointError, PeerError
 
-__all__ = ["Copies", "copies", "undamaged", "with_newest"]
-
 R = TypeVar("R")
 
 

@@ -18,8 +18,6 @@ from weft.checkpoint.format.safetensors_write import new_file, sync_folder, writ
 from weft.checkpoint.storage.protocol import Draft, changed_bytes
 from weft.errors import CheckpointError
 
-__all__ = ["Directory"]
-
 
 class Directory:
     """A `Storage`: each checkpoint is a folder that appeared with one rename."""

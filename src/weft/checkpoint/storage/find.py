@@ -15,21 +15,6 @@ from weft.checkpoint.storage.directory import Directory
 from weft.checkpoint.storage.protocol import Storage
 from weft.errors import CheckpointError, listed
 
-__all__ = [
-    "best",
-    "check_files",
-    "checked",
-    "complete",
-    "found_one",
-    "latest",
-    "located",
-    "names_of",
-    "place",
-    "storage_of",
-    "target",
-    "verify",
-]
-
 _PAUSES_S = (0.001, 0.004, 0.016, 0.064)  # before an empty listing is believed
 
 

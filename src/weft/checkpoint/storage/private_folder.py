@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["private_folder", "remove_if_left"]
-
 _OLD_S = 600.0  # a folder of this age is locked, or nobody's
 
 

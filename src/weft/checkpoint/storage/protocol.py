@@ -16,8 +16,6 @@ from typing import IO, NamedTuple, Protocol
 
 from weft.checkpoint.format.manifest import Manifest
 
-__all__ = ["Draft", "Storage", "changed_bytes"]
-
 
 class Draft(NamedTuple):
     """The place of a checkpoint that is being written; of this one save, and of no other.

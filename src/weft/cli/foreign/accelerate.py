@@ -12,8 +12,6 @@ from weft.checks import import_extra
 from weft.cli.foreign.megatron import from_megatron
 from weft.errors import ContextError
 
-__all__ = ["calls_of", "from_accelerate", "program", "yaml_of"]
-
 _PRECISIONS = frozenset({"bf16", "fp16", "fp8"})
 _MEANINGLESS = frozenset({"compute_environment", "main_training_function", "use_cpu", "same_network", "rdzv_backend"})
 _TAKEN = frozenset(

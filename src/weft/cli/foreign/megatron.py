@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["arguments_of", "from_megatron", "is_megatron"]
-
 # Outermost first, as Megatron places its groups: ranks of one tensor group are neighbours.
 _AXES = MappingProxyType(
     {

@@ -7,8 +7,6 @@ import json
 from weft.errors import ContextError
 from weft.peers.world import World
 
-__all__ = ["compare_order"]
-
 
 def compare_order(world: World, key: str, digest: str, what: str, fix: str, *, old: str | None = None) -> None:
     """Compare what this rank reads with what the first rank to come here reads; waits for nobody.

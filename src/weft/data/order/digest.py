@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["digest_of"]
-
 _MOST = 2**16  # units that are looked at, of a longer order evenly many: some 3 ms
 
 

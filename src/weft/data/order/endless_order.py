@@ -11,8 +11,6 @@ import torch
 from weft.data.split.split_plan import UNKNOWN, Span
 from weft.tensors.rng_state import RngState
 
-__all__ = ["EndlessOrder", "parts_of"]
-
 _BLOCK = 1024  # units that share what changing random states costs, some 15 us
 
 

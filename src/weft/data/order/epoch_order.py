@@ -26,8 +26,6 @@ from weft.errors import ContractError, message, value_error
 from weft.rng import mix, seeded
 from weft.tensors.rng_state import RngState
 
-__all__ = ["EpochOrder", "OtherOrder", "generators_of"]
-
 _READ_AHEAD = 2**16  # units beyond those expected, after which an order counts as endless
 
 

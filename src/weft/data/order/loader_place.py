@@ -12,8 +12,6 @@ import torch
 from weft.peers.world import World
 from weft.rng import mix
 
-__all__ = ["LoaderPlace", "place_of"]
-
 
 @dataclass(eq=False)
 class LoaderPlace:

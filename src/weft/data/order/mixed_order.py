@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 from weft.errors import message
 from weft.rng import mix
 
-__all__ = ["MixedOrder", "Place"]
-
 _BLOCK = 1024  # of time, about as many positions: computed together
 _KEPT = 1024  # blocks, about 32 MB
 _ROUNDS = 16  # as many as it takes until all orders of five or six samples are equally frequent

@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["ReadDigest", "is_compared", "next_looked_at"]
-
 _EVERY = 64  # samples of which one is looked at, behind the first ones
 _VALUES = 8  # of a tensor, an array, or a sequence
 _CHARACTERS = 32  # at both ends of a text

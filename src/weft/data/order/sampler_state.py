@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 from weft.errors import value_error
 from weft.tensors.generator_state import generator_state, is_generator, prepare_generator
 
-__all__ = ["SamplerState"]
-
 _DEPTH = 6  # of objects in each other
 _ENTRIES = 64  # longer lists are data, and hold no generators
 _PLAIN = (int, float, str, type(None), np.generic)

@@ -20,8 +20,6 @@ from weft.errors import listed, warn
 from weft.rng import mix
 from weft.tensors.generator_state import Generator, generator_state, is_generator, seeding
 
-__all__ = ["StreamState"]
-
 _DEPTH = 6  # of objects in each other
 _NESTED = 64  # entries of a list in which generators are looked for
 _ENTRIES = 2**16  # of a list that is copied

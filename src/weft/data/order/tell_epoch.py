@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["tell_epoch"]
-
 _DEEPEST, _MOST_PARTS, _FEW = 8, 10_000, 16  # of what is looked at for a `set_epoch`
 _VALUES = (str, bytes, int, float, type(None), torch.Tensor, np.ndarray, np.generic)
 _NO_PARTS = (*_VALUES, type, FunctionType, ModuleType, torch.nn.Module, DataLoader)

@@ -9,8 +9,6 @@ from weft.collectives.objects import scatter_made
 from weft.context import DistContext
 from weft.data.split.map_samples import BatchInfo
 
-__all__ = ["scattered"]
-
 
 def scattered(
     read: Iterator[tuple[Any, BatchInfo]],

@@ -16,8 +16,6 @@ from weft.data.split.split_plan import warn_of_no_step
 from weft.data.split.stream_samples import shards_of
 from weft.errors import type_error, value_error
 
-__all__ = ["by_epochs", "check_divisible", "check_loader", "check_uneven", "warn_of_no_steps"]
-
 _MODES = ("batches", "split", "dispatch", "shards")
 _UNEVEN = ("empty", "balance", "pad", "drop", "error", "join")
 

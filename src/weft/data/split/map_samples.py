@@ -25,22 +25,6 @@ from weft.errors import listed
 from weft.rng import mix, seeded, seeds_for
 from weft.tensors.rng_state import RngState
 
-__all__ = [
-    "AS_PLANNED",
-    "BatchInfo",
-    "Epoch",
-    "Mark",
-    "Read",
-    "Samples",
-    "StepIndices",
-    "WorkerStart",
-    "as_index",
-    "at_sample",
-    "name_samples",
-    "seed_worker",
-]
-
-
 AS_PLANNED = -1  # samples in a batch: those that were asked for, as in most
 
 

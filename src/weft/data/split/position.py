@@ -19,8 +19,6 @@ from weft.data.split.read_plan import ReadPlan
 from weft.data.split.split_plan import UNKNOWN, Span
 from weft.errors import ContractError, value_error
 
-__all__ = ["Cursor", "Pass", "checked_position", "position"]
-
 
 @dataclass(eq=False)
 class Pass:

@@ -22,8 +22,6 @@ from weft.data.split.split_plan import UNKNOWN, Plan, Span
 from weft.data.split.stream_samples import StreamSteps
 from weft.data.split.uneven_ranks import UnevenRanks
 
-__all__ = ["DataPlan", "ReadPlan", "is_stock"]
-
 _KEPT_MARKS = 4096  # of a stream, one per batch: as far back as a window of accumulate_grads may reach
 
 

@@ -26,8 +26,6 @@ from weft.errors import ContractError
 from weft.tensors.nested import leaves, rows_of
 from weft.tensors.rng_state import RngState
 
-__all__ = ["Arrivals", "CountedCollate", "OddBatch", "Shares", "keeps_all"]
-
 _Place = tuple[tuple[bool, Any], ...]  # a way into a batch: attributes (True) and keys
 _PROBES, _TRIED, _PAIRS, _DEEP, _SHALLOW, _WIDE = 4, 6, 3, 4, 2, 64
 _CHANGED = frozenset({dict, list})

@@ -28,8 +28,6 @@ from weft.errors import ContractError, listed, type_error, warn
 from weft.metrics import SampleIds, samples_of_all
 from weft.tensors.nested import rows_of, without_rows
 
-__all__ = ["ShardedLoader", "sharded_copy"]
-
 T = TypeVar("T")
 _TORCHS = DataLoader.__mro__
 

@@ -22,8 +22,6 @@ from typing import Literal, NamedTuple, TypeVar
 from weft.data.equal_cost import Costs, equal_shares
 from weft.errors import message, value_error
 
-__all__ = ["UNKNOWN", "Plan", "Span", "Uneven", "warn_of_no_step"]
-
 U = TypeVar("U")
 Uneven = Literal["balance", "empty", "pad", "drop", "error", "join"]
 UNKNOWN = 2**62  # units of a stream that does not tell its length

@@ -41,17 +41,6 @@ from weft.peers.world import World
 from weft.rng import mix, seeded
 from weft.tensors.rng_state import RngState
 
-__all__ = [
-    "CollateSteps",
-    "SeekableStream",
-    "Step",
-    "StreamSteps",
-    "has_state",
-    "never_ends",
-    "shards_of",
-    "with_own_shards",
-]
-
 _SAME = (
     "rng = random.Random(torch.initial_seed())  # draw from random, numpy.random, torch or a `generator` attribute, "
     "which weft seeds by (seed, epoch); sort listings and sets"

@@ -16,8 +16,6 @@ from weft.data.split.real_batches import CountedCollate, keeps_all
 from weft.data.split.stream_samples import CollateSteps, StreamSteps
 from weft.rng import mix
 
-__all__ = ["StreamIterator", "torch_view"]
-
 
 def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
     """The loader as torch is to see it for the iteration that begins, and where notes of what came go."""

@@ -17,8 +17,6 @@ from weft.errors import ContextError, PeerError, listed
 from weft.peers.agreement import exchange
 from weft.tensors.nested import without_rows
 
-__all__ = ["UnevenRanks", "uneven_counts"]
-
 Read = Iterator[tuple[Any, BatchInfo]]
 
 

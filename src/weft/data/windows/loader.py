@@ -16,8 +16,6 @@ from weft.data.windows.window import Window
 from weft.errors import ContractError
 from weft.tensors.nested import rows_of
 
-__all__ = ["Windows", "known_length", "windowed"]
-
 B = TypeVar("B")
 
 

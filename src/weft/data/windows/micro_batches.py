@@ -9,8 +9,6 @@ from typing import Generic, NoReturn, TypeVar
 from weft.data.loader_copy import Size
 from weft.errors import ContractError
 
-__all__ = ["MicroBatches", "Planned", "raise_untrue_length"]
-
 B = TypeVar("B")
 Planned = Callable[[int], Size] | None
 

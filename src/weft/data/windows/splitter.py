@@ -14,8 +14,6 @@ from weft.data.windows.sync import WindowSync
 from weft.data.windows.window import Window
 from weft.errors import ContractError
 
-__all__ = ["Remainder", "Steps", "WindowSplitter", "check_steps", "unfinished"]
-
 B = TypeVar("B")
 Steps = int | Callable[[int], int]
 Remainder = Literal["step", "drop", "carry"]

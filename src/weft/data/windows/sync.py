@@ -9,8 +9,6 @@ from weft.context import DistContext
 from weft.contract import GradSync, ScattersGradients
 from weft.data.windows.micro_batches import MicroBatches
 
-__all__ = ["Reduce", "WindowSync"]
-
 Reduce = Literal["last", "every", "scatter"]
 
 

@@ -22,8 +22,6 @@ from weft.metrics import Count, per_rank, samples_of_all, total_count
 from weft.tensors.nested import tensors
 from weft.tensors.sequence_order import part_of
 
-__all__ = ["Window"]
-
 B = TypeVar("B")
 
 

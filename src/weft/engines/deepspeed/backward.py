@@ -29,8 +29,6 @@ from weft.errors import ContractError, UnusedParameters, listed
 from weft.tensors.nested import tensors
 from weft.tensors.sharded_grad import CutGradient
 
-__all__ = ["BackwardPasses", "raise_unused"]
-
 
 @dataclass(eq=False)
 class BackwardPasses:

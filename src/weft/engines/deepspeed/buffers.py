@@ -21,8 +21,6 @@ from typing_extensions import override
 
 from weft.engines.deepspeed import internals
 
-__all__ = ["Buffers", "BuffersOfStage3", "BuffersOfStages12", "Place"]
-
 
 class Place(NamedTuple):
     """Which elements of a flattened parameter this rank holds, and where.

@@ -20,8 +20,6 @@ from weft.engines.deepspeed.parameters import Parameters
 from weft.engines.deepspeed.partition import Partition, PartitionOptions
 from weft.errors import value_error
 
-__all__ = ["PartitionOptions", "check_config", "partition"]
-
 
 def check_config(config: Mapping[str, Any], group: dist.ProcessGroup, local_rank: int) -> None:
     """Let DeepSpeed look at a configuration; nothing is made.

@@ -17,8 +17,6 @@ import torch
 
 from weft.errors import type_error, value_error
 
-__all__ = ["Facts", "complete", "read"]
-
 _AUTO = "auto"
 
 

@@ -26,17 +26,6 @@ from weft import torch_internals
 from weft.engines.deepspeed import internals
 from weft.errors import ContextError, MissingExtra
 
-__all__ = [
-    "Attributes",
-    "GroupView",
-    "check_accelerator",
-    "deepspeed",
-    "lent",
-    "load_async_io",
-    "quietly",
-    "without_broadcasts",
-]
-
 _TESTED = (0, 19)
 
 

@@ -14,8 +14,6 @@ from weft.engines.torch.optim.flat_step import SHARED_STATE
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import full_tensor
 
-__all__ = ["OptimizerState"]
-
 
 class OptimizerState:
     """The state of the optimizer of a module's parameters."""

@@ -22,8 +22,6 @@ from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.library import Attributes, GroupView
 from weft.tensors.dtensor import full_tensor
 
-__all__ = ["Parameters"]
-
 
 class Parameters:
     """The parameters of one module.

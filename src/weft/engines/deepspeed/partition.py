@@ -28,8 +28,6 @@ from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.engines.torch.optim.step_watch import Steps, settings_of
 
-__all__ = ["Partition", "PartitionOptions"]
-
 
 class PartitionOptions(NamedTuple):
     """What is to be made.

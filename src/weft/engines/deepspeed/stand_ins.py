@@ -19,8 +19,6 @@ from weft.engines.deepspeed.library import GroupView
 from weft.errors import ContractError
 from weft.tensors.sharded_grad import CutGradient
 
-__all__ = ["StandIns", "is_local"]
-
 
 class StandIns:
     """The stand-ins of one module's gradients.

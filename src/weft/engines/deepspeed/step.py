@@ -16,8 +16,6 @@ from weft.engines.deepspeed.stand_ins import StandIns, is_local
 from weft.engines.torch.optim.closures import check_no_closure
 from weft.errors import NotSynchronized, listed, message
 
-__all__ = ["Step"]
-
 
 @dataclass(eq=False)
 class Step:

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from weft.engines.torch.streaming.slots import Fill
     from weft.engines.torch.streaming.stream import StreamOptions
 
-__all__ = ["TorchEngine"]
-
 
 def _mine(value: Any, rank: int) -> Any:
     """What one rank alone is told: its own value."""

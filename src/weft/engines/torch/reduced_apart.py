@@ -25,8 +25,6 @@ from weft.tensors.dtensor import is_sharded
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.pairwise import as_real
 
-__all__ = ["ReducedApart"]
-
 
 class ReducedApart:
     """Such parameters of one module.

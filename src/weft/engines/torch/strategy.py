@@ -20,8 +20,6 @@ from weft.engines.torch.optim.step_watch import Steps, settings_of
 from weft.errors import NotSynchronized, UnusedParameters, listed
 from weft.tensors.dtensor import is_sharded
 
-__all__ = ["Strategy", "as_sent", "broadcast"]
-
 
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
     """Give tensors the values that they have on one rank of the group."""

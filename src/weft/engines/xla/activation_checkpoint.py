@@ -22,8 +22,6 @@ from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.errors import ContractError, value_error
 from weft.tensors.nested import tensors
 
-__all__ = ["RecomputedOnXla"]
-
 
 class RecomputedOnXla:
     """Blocks that keep their inputs only, and compute the rest again in backward."""

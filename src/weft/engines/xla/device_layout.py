@@ -17,8 +17,6 @@ from torch import nn
 from weft.engines.xla import internals
 from weft.engines.xla.library import Library
 
-__all__ = ["Laid", "Plan", "batch_plan", "lay_state", "mark", "plans_of"]
-
 Plan = tuple[tuple[str, ...] | None, ...]  # for each dimension the mesh axes that cut it; None: whole
 _KEPT = "_weft_layout"
 

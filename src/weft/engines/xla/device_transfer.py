@@ -22,8 +22,6 @@ from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.nested import map_leaves, moves_itself
 
-__all__ = ["fetch", "place", "prefetch", "send"]
-
 _END = object()
 
 

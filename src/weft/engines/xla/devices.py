@@ -18,8 +18,6 @@ from weft.engines.xla.library import Library, check_processes, library, use_spmd
 from weft.engines.xla.step_end import StepEnd
 from weft.errors import ContextError, value_error
 
-__all__ = ["XlaDevices"]
-
 
 @dataclass(frozen=True)
 class XlaDevices(TorchDevices):

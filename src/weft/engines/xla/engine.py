@@ -30,8 +30,6 @@ from weft.engines.xla.device_layout import Laid, lay
 from weft.engines.xla.devices import XlaDevices
 from weft.errors import value_error
 
-__all__ = ["XlaEngine"]
-
 
 class _Nothing:
     """Where the torch engine has to do something and XLA sees whole tensors anyway."""

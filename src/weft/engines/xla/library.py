@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from weft.engines.xla import internals
 from weft.errors import ContextError, MissingExtra
 
-__all__ = ["Library", "check_processes", "check_versions", "library", "use_spmd"]
-
 _INSTALL = "pip install 'torchweft[xla]'  # torch-xla 2.9 and torch 2.9.0, in an environment of their own"
 
 

@@ -15,8 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from weft.engines.xla.device_layout import lay_state
 from weft.engines.xla.library import Library
 
-__all__ = ["StepEnd"]
-
 
 class StepEnd:
     """A hook on all optimizers, also those that are made later; others than those of XLA are left alone."""

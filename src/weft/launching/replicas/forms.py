@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-__all__ = ["fits"]
-
 
 def fits(value: object, form: Any) -> bool:
     """Say whether a JSON value has a form.

@@ -26,8 +26,6 @@ from weft.peers.connect import store_of_launcher
 from weft.peers.replica_groups import STORE
 from weft.peers.world import PREEMPTED
 
-__all__ = ["JoinedNode"]
-
 _TURN_S = 0.03  # between two looks at the orders
 _REPORT_S = 1.0
 _ANSWER_S = 15.0  # within which the store answers

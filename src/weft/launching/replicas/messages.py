@@ -9,8 +9,6 @@ from typing import Any
 from weft.launching.replicas.forms import fits
 from weft.peers.board import Board
 
-__all__ = ["Messages"]
-
 _NAME = 100  # characters
 _COUNT = range(2**53)
 _CODE = range(-255, 256)  # of an exit, or minus the number of a signal

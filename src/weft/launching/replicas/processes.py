@@ -20,8 +20,6 @@ from weft.launching.plan import Plan
 from weft.peers.replica_groups import REPLICA_VARIABLE
 from weft.peers.world import PREEMPTED
 
-__all__ = ["GRACE_S", "Ended", "LocalNode", "LocalReplica", "Node", "Replica"]
-
 GRACE_S = 10.0  # that processes have to end in good order
 _CONTEXT: Any = multiprocessing.get_context("forkserver" if sys.platform.startswith("linux") else "spawn")
 

@@ -20,8 +20,6 @@ from weft.launching.replicas.messages import Messages
 from weft.launching.replicas.processes import Node, Replica
 from weft.launching.replicas.story import say
 
-__all__ = ["TURN_S", "Nodes", "RemoteNode", "RemoteReplica", "facts_of_node"]
-
 TURN_S = 0.01  # between two looks at what launchers and replicas ask
 _SILENT_S = 5.0
 

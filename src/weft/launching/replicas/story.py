@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 from weft.peers.quorum import Answer
 
-__all__ = ["Loss", "Story", "say"]
-
 
 class Loss(NamedTuple):
     """A replica that has ended before the job.

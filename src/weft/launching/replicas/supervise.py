@@ -32,8 +32,6 @@ from weft.peers.quorum import Answer, Ask, Loop, Quorums
 from weft.peers.replica_groups import STORE
 from weft.peers.world import PREEMPTED
 
-__all__ = ["supervise_replicas"]
-
 _STOPPED_S = 3.0  # a process that is stopped for so long is killed
 _ANSWER_S = 30.0  # within which the store of this process answers
 _UNDONE = "its work was not done: it ended before weft.resilient, or within the loop over it"

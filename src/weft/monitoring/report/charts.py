@@ -11,8 +11,6 @@ from typing import Any
 from weft.monitoring.report.run import Run
 from weft.monitoring.report.trace_events import Trace
 
-__all__ = ["MEMORY", "Chart", "bars", "caption", "chart", "charts_of", "folded_ranks", "trace_chart", "with_unit"]
-
 TRAINING, SPEED, MEMORY = "Training", "Throughput and parts of a step", "Memory"
 PARTS = "step_s/"
 

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from weft.monitoring.report.charts import caption, folded_ranks, with_unit
 from weft.monitoring.report.run import Run
 
-__all__ = ["about", "cards", "finals", "memory_rows", "starts"]
-
 _FIRST = ("loss", "tokens_per_s", "samples_per_s", "mfu", "data_share")  # ends of names whose last value is a card
 _OF_EACH_START = ("started", "from step", "ranks")
 _RECENT = 10  # values whose median is the speed

@@ -6,8 +6,6 @@ import datetime as dt
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["replica_rows"]
-
 
 def replica_rows(quorums: Sequence[tuple[int, Mapping[str, Any]]]) -> Iterator[tuple[str, ...]]:
     """A row for each loss, and for the replicas that joined together: step, time, what, why, cost."""

@@ -28,8 +28,6 @@ from weft.monitoring.report.read_run import EXPLAIN, read
 from weft.monitoring.report.rehearsals import facts, message_rows, rehearsal_charts
 from weft.monitoring.report.run import Run
 
-__all__ = ["render", "write_report"]
-
 _EVENTS = ("preempted", "failure")  # names of texts that say why a program ended
 _RECORDS = "records"  # a table of rows that stand one below the other where the screen is narrow
 _HEALTH, _PROBES = "health", "probes"

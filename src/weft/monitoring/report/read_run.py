@@ -24,8 +24,6 @@ from weft.monitoring.report.rehearsals import facts, message_rows, rehearsal_cha
 from weft.monitoring.report.run import Rehearsed, Run
 from weft.monitoring.report.trace_events import read_trace
 
-__all__ = ["EXPLAIN", "read"]
-
 # What comes from outside may be of any form: nothing is shown of it then, and the page is made of the rest.
 _WRONG = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, csv.Error)
 _NOT_FINITE = MappingProxyType({"nan": math.nan, "inf": math.inf, "-inf": -math.inf})

@@ -8,8 +8,6 @@ from typing import Any
 from weft.monitoring.report.charts import Chart, bars, with_unit
 from weft.monitoring.report.run import Rehearsed
 
-__all__ = ["facts", "message_rows", "rehearsal_charts"]
-
 _KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "buffers", "other")
 
 _WHEN = (("peak", "peak"), ("at its end", "at_rest"))  # of a part of the program, and the name of the field

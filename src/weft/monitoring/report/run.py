@@ -9,8 +9,6 @@ from typing import Any
 
 from weft.monitoring.report.trace_events import Trace
 
-__all__ = ["Rehearsed", "Run"]
-
 Rehearsed = Mapping[str, Any]  # the fields of `weft.rehearsal.Rehearsal`
 
 

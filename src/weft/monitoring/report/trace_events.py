@@ -12,8 +12,6 @@ from typing import Any
 
 from weft.errors import value_error
 
-__all__ = ["Trace", "read_trace"]
-
 _LARGEST = 300 * 2**20  # bytes of a trace that is still read
 _SHOWN = 8
 

@@ -21,8 +21,6 @@ from typing import Any, TextIO
 from weft.checks import as_number, check_count
 from weft.monitoring.values import Artifact, HParams, Table, Tracker, numbers_of
 
-__all__ = ["check_purge_step", "csv", "jsonl"]
-
 _BEGIN = b'{"step": '  # of a line of JSON
 
 

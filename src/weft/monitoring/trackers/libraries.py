@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 from weft.monitoring.trackers.lifetime import RunTracker, is_failing
 from weft.monitoring.values import Artifact, Figure, HParams, Image, Table, numbers_of
 
-__all__ = ["aim", "clearml", "comet", "dvclive", "mlflow", "swanlab", "trackio", "wandb"]
-
 _Kind = TypeVar("_Kind")
 
 

@@ -15,8 +15,6 @@ import torch
 from weft.checks import check_count
 from weft.monitoring.values import Histogram, Image, Tracker
 
-__all__ = ["RunTracker", "close", "closing", "in_background", "is_failing"]
-
 
 class RunTracker:
     """A tracker that ends the run it writes to; made by the trackers of libraries, and by trackers made of trackers."""

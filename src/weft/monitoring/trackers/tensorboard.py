@@ -12,8 +12,6 @@ from weft.checks import import_extra
 from weft.monitoring.trackers.files import check_purge_step
 from weft.monitoring.values import Figure, Histogram, HParams, Image, Table, numbers_of
 
-__all__ = ["EventFile", "tensorboard"]
-
 
 def tensorboard(folder: str | Path, *, purge_step: int | None = None, flush_s: int = 10) -> EventFile:
     """A tracker that writes event files of TensorBoard: scalars, texts, pictures, histograms, hyperparameters.

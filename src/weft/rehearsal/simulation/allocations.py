@@ -20,8 +20,6 @@ from weft import torch_internals
 from weft.rehearsal.memory import Holder, Memory, Moment
 from weft.rehearsal.simulation.lines import place
 
-__all__ = ["Allocations", "plain_parts"]
-
 _HOLDERS = 8
 _ORDER = ("other", "activations", "gathered", "buffers", "gradients", "optimizer", "parameters")  # later ones win
 

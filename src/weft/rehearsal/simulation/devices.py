@@ -14,8 +14,6 @@ import torch
 
 from weft import torch_internals
 
-__all__ = ["autocast_alike", "placed_alike", "with_device_alike"]
-
 _HERE = torch.device("cpu")
 _MOVES = (torch.Tensor.cuda, torch.Tensor.xpu)
 

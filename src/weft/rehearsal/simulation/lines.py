@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Place", "line_in", "place"]
-
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _WEFT = str(Path(__file__).parents[2]) + "/"
 _CHECKING = (_WEFT, f"{_TORCH}amp/grad_scaler.py", f"{_TORCH}nn/init.py")

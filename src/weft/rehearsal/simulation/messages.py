@@ -17,8 +17,6 @@ from weft import torch_internals
 from weft.peers.pretended import PretendedGroup
 from weft.rehearsal.messages import Message, sent_bytes
 
-__all__ = ["Traffic", "functional_spaces"]
-
 # Operations of torch that are messages: what they are, and which argument is what all ranks have together.
 _REAL = MappingProxyType(
     {

@@ -12,8 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-__all__ = ["Endless", "Numbers", "read_about"]
-
 _MOST_READS = 10_000  # at one line, in the few steps of a rehearsal
 
 

@@ -18,8 +18,6 @@ from weft.engines.torch.stepping.local_steps import LocalSteps
 from weft.rehearsal.simulation.allocations import Allocations
 from weft.rehearsal.simulation.messages import Traffic, functional_spaces
 
-__all__ = ["Observed", "Observer", "observing"]
-
 Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 

@@ -39,8 +39,6 @@ from weft.rehearsal.simulation.devices import autocast_alike, placed_alike, with
 from weft.rehearsal.simulation.lines import place
 from weft.rehearsal.simulation.numbers import Numbers
 
-__all__ = ["Assumed", "Simulation", "without_memory"]
-
 _MOST = 2**22  # elements of a tensor that has values
 _IN_ORDER = "what weft checks is in order: gradients are finite"
 _FORMAT = torch.Tensor.__format__

@@ -13,8 +13,6 @@ from weft import torch_internals
 from weft.peers.pretended import BACKEND, Mail, Note, PretendedGroup
 from weft.tensors.dtensor import forget_groups
 
-__all__ = ["pretended_world"]
-
 _BY_LAUNCHED = ("init_process_group", "destroy_process_group")  # of programs that do it themselves: it is done
 _FIRST_NAME = 10**9  # torch numbers its groups; a real one of the same name must not be lost
 

@@ -12,8 +12,6 @@ from weft import torch_internals
 from weft.peers.pretended import PretendedGroup
 from weft.rehearsal.simulation.allocations import plain_parts
 
-__all__ = ["saves_counted"]
-
 
 @contextlib.contextmanager
 def saves_counted(group: PretendedGroup) -> Iterator[None]:

@@ -17,8 +17,6 @@ from torch.futures import Future
 
 from weft import torch_internals
 
-__all__ = ["settled"]
-
 _PAIRED = ("send", "recv_", "recv_any_source_")
 _LONGEST_S = 10.0
 

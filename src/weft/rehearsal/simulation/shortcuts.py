@@ -9,8 +9,6 @@ import torch
 
 from weft import torch_internals
 
-__all__ = ["shortcuts"]
-
 
 class _Chunks:
     """What `torch.chunk` returns, filled up with tensors without elements; each is made when it is asked for."""

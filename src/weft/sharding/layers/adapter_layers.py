@@ -10,8 +10,6 @@ from torch import nn
 
 from weft.errors import value_error
 
-__all__ = ["styles_inside"]
-
 # What is low-rank stays whole between the two halves of an adapter. As "sequence" it may run on a part of the sequence.
 _HALVES = MappingProxyType(
     {

@@ -12,8 +12,6 @@ from collections.abc import Collection
 
 from torch import nn
 
-__all__ = ["only_feeds"]
-
 _FACTS = ("shape", "size", "device", "dtype", "dim", "ndim")
 
 

@@ -17,8 +17,6 @@ from weft.sharding.layers.tensor_plan import STYLES, parts_of, pattern_of, plan_
 from weft.sharding.shard_checks import check_not_hooked
 from weft.tensors.dtensor import is_sharded
 
-__all__ = ["Styles", "check_hooks", "check_sequence", "check_sizes", "check_ties", "gathered_once", "styles_of"]
-
 Styles = dict[str, Any]  # name of a part to its style: a word, or a ParallelStyle of torch
 _WHAT = "tensor_parallel"
 _KINDS: Mapping[str, tuple[type[nn.Module], ...]] = MappingProxyType(

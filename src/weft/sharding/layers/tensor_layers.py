@@ -34,8 +34,6 @@ from weft.sharding.other_axes import broadcast_state
 from weft.sharding.shard_checks import check_optimizers, check_weights, groups_of
 from weft.sharding.shard_module import exchange_parameters
 
-__all__ = ["cut_layers"]
-
 _WHAT = "tensor_parallel"
 
 

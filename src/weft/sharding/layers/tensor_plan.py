@@ -26,8 +26,6 @@ from weft.contract.select_modules import fits_pattern
 from weft.errors import listed, value_error
 from weft.sharding.layers.adapter_layers import styles_inside
 
-__all__ = ["STYLES", "TensorPlan", "parts_of", "pattern_of", "plan_line", "tensor_plan"]
-
 STYLES = ("column", "row", "sequence", "vocab", "replicate", "gather")
 
 # The words of transformers, in ours; what is missing here is left out.

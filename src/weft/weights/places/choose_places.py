@@ -12,8 +12,6 @@ from typing import NamedTuple, TypeAlias
 
 from weft.weights.places.place_units import PlaceUnit
 
-__all__ = ["Choice", "choose_places", "fast_places"]
-
 STAGING = 2**22  # bytes of the CPU, at most, through which what lies on a disk comes to an accelerator
 Places: TypeAlias = dict[int, str]
 Fill: TypeAlias = Callable[[Sequence[PlaceUnit], Sequence[int], int], set[int]]

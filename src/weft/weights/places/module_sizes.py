@@ -9,8 +9,6 @@ from torch import nn
 
 from weft.checks import check_module, check_not_lazy
 
-__all__ = ["bytes_of", "module_sizes"]
-
 
 def module_sizes(module: nn.Module) -> dict[str, int]:
     """Count the bytes of parameters and buffers of a module and of each part.

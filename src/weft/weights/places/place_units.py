@@ -14,8 +14,6 @@ from weft.engines.torch.streaming.slots import slot_bytes
 from weft.sharding.units import blocks_of
 from weft.weights.places.module_sizes import bytes_of
 
-__all__ = ["PlaceUnit", "classes_within", "place_units"]
-
 
 class PlaceUnit(NamedTuple):
     """Parts that lie in one place: one part, or several that share parameters.

@@ -23,8 +23,6 @@ from weft.weights.places.plan_placement import PlacementPlan
 from weft.weights.sources import Source
 from weft.weights.targets import targets
 
-__all__ = ["PlacedTensors"]
-
 
 class _Placed:
     """One parameter or buffer.

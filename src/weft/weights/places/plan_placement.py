@@ -20,8 +20,6 @@ from weft.weights.places.choose_places import choose_places, fast_places
 from weft.weights.places.module_sizes import bytes_of
 from weft.weights.places.place_units import PlaceUnit, classes_within, place_units
 
-__all__ = ["PlacedUnit", "PlacementPlan", "plan_placement"]
-
 _FACTORS = MappingProxyType(
     {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     | {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

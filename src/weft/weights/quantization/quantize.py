@@ -25,8 +25,6 @@ from weft.weights.quantization.quantized_layers import Quantizer, quantizer
 from weft.weights.sources import Source, floating_dtype, from_path
 from weft.weights.stored_names import as_named_now
 
-__all__ = ["quantized"]
-
 M = TypeVar("M", bound=nn.Module)
 Scheme = Literal["nf4", "fp4", "int8", "float8"]
 

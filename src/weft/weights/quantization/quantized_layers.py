@@ -14,8 +14,6 @@ from torch import nn
 from weft.checks import check_choice
 from weft.errors import MissingExtra, value_error
 
-__all__ = ["Quantizer", "quantizer"]
-
 _ENGINES = MappingProxyType(
     {
         "nf4": ("bitsandbytes",),

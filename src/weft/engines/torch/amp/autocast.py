@@ -29,8 +29,6 @@ from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.tensors.nested import map_tensors
 
-__all__ = ["PreciseModule"]
-
 
 class PreciseModule:
     """The hooks that give a module its precision.

@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from weft import torch_internals
 
-__all__ = ["casting_again", "has_large_parameters"]
-
 _SMALL = 4096  # elements: casting so few again takes more time than keeping 8 KiB is worth
 
 

@@ -21,8 +21,6 @@ from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.errors import ContractError
 from weft.tensors.dtensor import is_sharded
 
-__all__ = ["is_convertible", "multiply_in_fp8"]
-
 _MULTIPLE = 16  # of both sides of a weight: what the kernels take
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SMALLEST = 2.0**-100  # a row of zeros has a scale, too

@@ -16,8 +16,6 @@ import torch
 
 from weft import torch_internals
 
-__all__ = ["Running", "Survey", "running_backward", "survey"]
-
 
 class Running(NamedTuple):
     """The backward pass that is running.

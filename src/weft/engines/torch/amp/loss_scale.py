@@ -34,8 +34,6 @@ from weft.precision import LossScaling
 from weft.tensors.dtensor import is_sharded, local, resting_parameters
 from weft.tensors.nested import map_tensors
 
-__all__ = ["LossScale", "check_finite"]
-
 
 class LossScale:
     """The scale of one module, and what happened to its gradients; see [Note: true units].

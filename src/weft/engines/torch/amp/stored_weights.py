@@ -11,8 +11,6 @@ from torch import nn
 from weft import torch_internals
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 
-__all__ = ["StoredWeights"]
-
 # Layers that lose little: their weights are many, and no sum over them is taken.
 _LAYERS = (
     nn.Linear,

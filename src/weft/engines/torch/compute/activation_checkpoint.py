@@ -32,16 +32,6 @@ from weft.engines.torch.probes.compare import digest
 from weft.engines.torch.probes.no_trace import keeps_activations
 from weft.errors import ContractError, ProbeFailed, listed, type_error, value_error
 
-__all__ = [
-    "Checkpoint",
-    "Recomputed",
-    "already_recomputed",
-    "moves_statistics_twice",
-    "no_cached_casts",
-    "offloaded",
-    "saved_ops",
-]
-
 # Composite operations, by what they come down to below autograd.
 _GROUPS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {

@@ -30,8 +30,6 @@ from weft.engines.torch.compute.activation_checkpoint import (
 from weft.engines.torch.hooks.method_hooks import Removable, Routed, arounds, attach
 from weft.errors import listed, value_error
 
-__all__ = ["Compiled", "already_compiled", "check_backend"]
-
 
 class Compiled:
     """Modules whose forward is compiled when it is called first."""

@@ -22,8 +22,6 @@ from weft.engines.options import Compress
 from weft.engines.torch.ddp.power_sgd import PowerSgdHook
 from weft.tensors.pairwise import as_real
 
-__all__ = ["Buckets", "sparse_gradients"]
-
 _Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 

@@ -18,8 +18,6 @@ from weft.engines.torch.ddp.buckets import sparse_gradients
 from weft.errors import ContractError
 from weft.tensors.pairwise import SmallSum, as_real
 
-__all__ = ["FlatBuffer", "FlatPiece", "fit_one_message"]
-
 _MANY = 16  # with fewer parameters buckets cost no more
 
 

@@ -22,8 +22,6 @@ from weft.tensors.dtensor import is_sharded, local
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-__all__ = ["PowerSgdHook"]
-
 
 class PowerSgdHook:
     """The communication hook of one module."""

@@ -48,8 +48,6 @@ from weft.engines.torch.reduced_apart import ReducedApart
 from weft.engines.torch.strategy import Strategy
 from weft.errors import ContractError
 
-__all__ = ["GradientReducer"]
-
 
 class GradientReducer(Strategy):
     """Keeps the gradients of a module equal on all ranks of a group.

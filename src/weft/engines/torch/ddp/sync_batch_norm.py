@@ -19,8 +19,6 @@ from weft import torch_internals
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.errors import value_error
 
-__all__ = ["SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d", "synchronize_batch_norms"]
-
 
 class _Ranks:
     """The group of a module; a copy of the module has none and normalises alone."""

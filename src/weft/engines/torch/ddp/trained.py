@@ -20,8 +20,6 @@ from weft.engines.torch.hooks.program_lines import applied
 from weft.engines.torch.optim.step_watch import check_same_gradients
 from weft.errors import ContractError, listed
 
-__all__ = ["Trained", "check_hooks", "is_reduced"]
-
 _RARELY = 16  # calls of a module
 
 

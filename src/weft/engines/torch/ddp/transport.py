@@ -17,8 +17,6 @@ from weft.engines.torch.hooks.first_steps import not_averaged
 from weft.errors import NotSynchronized
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["Transport"]
-
 
 class Channel(Protocol):
     """What moves the gradients: `Buckets` or `FlatBuffer`."""

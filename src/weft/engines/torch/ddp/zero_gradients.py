@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["anchor_of", "bring_zeros", "zeros_for"]
-
 
 def zeros_for(parameters: Sequence[torch.Tensor], anchor: torch.Tensor, enter: Callable[[], None]) -> torch.Tensor:
     """A number whose backward brings parameters gradients of zeros.

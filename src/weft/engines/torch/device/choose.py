@@ -8,8 +8,6 @@ import torch
 
 from weft.errors import ContextError, MissingExtra
 
-__all__ = ["choose_device", "default_backend", "hardware_of", "select_device"]
-
 
 def choose_device(request: str | None, local_rank: int, world_size: int) -> torch.device:
     """Pick the device of this rank.

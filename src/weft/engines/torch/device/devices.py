@@ -12,8 +12,6 @@ from torch import nn
 from weft.engines.torch.device.choose import choose_device, default_backend, select_device
 from weft.engines.torch.device.prefetch import move, prefetch
 
-__all__ = ["TorchDevices"]
-
 
 @dataclass(frozen=True)
 class TorchDevices:

@@ -10,8 +10,6 @@ import torch
 from weft.tensors.nested import leaves, map_leaves, map_tensors, moves_itself
 from weft.tensors.sequence_order import with_note_of
 
-__all__ = ["move", "prefetch"]
-
 _END = object()
 
 

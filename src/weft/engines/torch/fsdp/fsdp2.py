@@ -50,8 +50,6 @@ from weft.engines.torch.strategy import Strategy
 from weft.tensors.dtensor import spec_of, state_of
 from weft.tensors.nested import tensors
 
-__all__ = ["ShardedModule"]
-
 
 class ShardedModule(Strategy):
     """FSDP2 on one module, as later transforms see it."""

@@ -17,8 +17,6 @@ from weft.engines.torch.optim.rebind import like
 from weft.engines.torch.parts.left_gathered import drop_gathered
 from weft.tensors.dtensor import full_tensor, local, resting_parameters
 
-__all__ = ["gathered"]
-
 
 @contextlib.contextmanager
 def gathered(

@@ -19,8 +19,6 @@ from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.program_lines import path
 from weft.errors import ContractError
 
-__all__ = ["gather_in", "zeros_for"]
-
 
 def gather_in(
     dtypes: Mapping[str, torch.dtype], named: Mapping[str, Any], module: nn.Module, removable: Removable

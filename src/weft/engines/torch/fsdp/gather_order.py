@@ -30,8 +30,6 @@ from weft.engines.peers import Peers
 from weft.engines.torch.strategy import as_sent
 from weft.errors import NotSynchronized, PeerError, listed
 
-__all__ = ["GatherOrder", "watch_order"]
-
 _KINDS = ("gathers {} in forward", "gathers {} in forward without gradients", "gathers {} in backward", "reduces {}")
 _NUM_KINDS = len(_KINDS)
 _FORWARD, _EVALUATION, _BACKWARD, _REDUCTION = range(_NUM_KINDS)

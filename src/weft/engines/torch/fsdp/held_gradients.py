@@ -18,8 +18,6 @@ from weft.engines.torch.fsdp.units import Units
 from weft.errors import NotSynchronized
 from weft.tensors.dtensor import local
 
-__all__ = ["HeldGradients"]
-
 
 class HeldGradients:
     """What the units hold; see [Note: gradients of a window].

@@ -23,8 +23,6 @@ from weft.engines.torch.parts.assigned_data import AssignedData
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import groups_of, state_of
 
-__all__ = ["OwnParameters"]
-
 _Place = tuple[dict[str, Any], str, Any]  # a module's parameters, the name there, and what FSDP2 keeps of it
 
 

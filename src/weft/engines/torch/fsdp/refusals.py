@@ -17,8 +17,6 @@ from weft.engines.torch.hooks.past_forward import calls_past_forward
 from weft.engines.torch.parts.no_file import refuse_states
 from weft.errors import ContractError, listed
 
-__all__ = ["allow_copies", "check_loaded", "check_reduces", "check_without_gradients", "refuse_copies", "refuse_parts"]
-
 _COPYING = ("__deepcopy__", "__reduce_ex__")  # looked up on the instance, before its class
 
 

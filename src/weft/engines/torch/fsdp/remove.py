@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from weft import torch_internals
 from weft.tensors.dtensor import whole_along
 
-__all__ = ["remove_fsdp", "replace_parameters", "unsharded_parameter"]
-
 _KINDS = (
     torch_internals.FORWARD_PRE_HOOKS,
     torch_internals.FORWARD_HOOKS,

@@ -17,8 +17,6 @@ from weft.engines.torch.optim.step_watch import Steps
 from weft.engines.torch.reduced_apart import ReducedApart
 from weft.tensors.elsewhere import is_elsewhere
 
-__all__ = ["Trained"]
-
 
 class Trained:
     """Such parameters.

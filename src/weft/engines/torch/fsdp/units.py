@@ -30,8 +30,6 @@ from weft.tensors.dtensor import groups_of, kept_prefetches, reset_units, set_sp
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["Units", "called_as_forward"]
-
 
 class Units:
     """The units of one module.

@@ -16,8 +16,6 @@ from torch import nn
 from weft import torch_internals
 from weft.engines.torch.fsdp.gather_dtype import zeros_for
 
-__all__ = ["Unused", "watch_reductions"]
-
 
 class Unused:
     """What one backward pass left without gradient."""

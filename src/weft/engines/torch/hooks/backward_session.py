@@ -15,8 +15,6 @@ import torch
 
 from weft import torch_internals
 
-__all__ = ["BackwardSession", "after_callbacks", "inside_backward"]
-
 
 def _queue_callback(run: Callable[[], None]) -> None:
     torch_internals.execution_engine.found.queue_callback(run)

@@ -18,8 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from weft.torch_internals import ALL_STEP_POST_HOOKS, ALL_STEP_PRE_HOOKS
 
-__all__ = ["StepHook", "after_every_step", "before_every_step", "sweep"]
-
 T = TypeVar("T")
 Run = Callable[[T, torch.optim.Optimizer], None]
 

@@ -24,8 +24,6 @@ from weft.tensors.dtensor import local
 from weft.tensors.nested import tensors
 from weft.version import TESTED_TORCH
 
-__all__ = ["FirstSteps", "not_averaged"]
-
 _NUM_BATCHES = 2  # that differ on this rank and are equal on all ranks: by chance next to never
 _MAX_TENSORS = 8
 _MAX_ELEMENTS = 4096  # of a tensor, spread over it

@@ -11,8 +11,6 @@ from weft import torch_internals
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.errors import ContractError
 
-__all__ = ["check_torch_func", "in_torch_func", "refuse_torch_func"]
-
 
 def in_torch_func() -> bool:
     """Whether `grad`, `vmap`, `jvp` or the like is running: it returns gradients, and adds nothing up in `.grad`."""

@@ -16,8 +16,6 @@ from torch import nn
 
 from weft import torch_internals
 
-__all__ = ["Removable", "Routed", "arounds", "attach", "route_calls"]
-
 
 class Removable:
     """Everything that was attached to a module, removed in one call."""

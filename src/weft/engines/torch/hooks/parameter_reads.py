@@ -10,8 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft.errors import listed, message
 
-__all__ = ["explain_read"]
-
 
 def explain_read(what: str, module: nn.Module, error: BaseException | None) -> None:
     """Add a note to an error that torch raised because a forward pass met shards.

@@ -19,8 +19,6 @@ from weft.engines.torch.hooks.program_lines import applied, path
 from weft.errors import ContractError, listed
 from weft.tensors.elsewhere import is_elsewhere
 
-__all__ = ["ParameterWatch"]
-
 
 class ParameterWatch:
     """The parameters of a module as they were when they were last looked at.

@@ -12,8 +12,6 @@ from torch import nn
 from weft.engines.torch.hooks.program_lines import path
 from weft.errors import NotSynchronized, listed
 
-__all__ = ["calls_past_forward", "methods_that_call", "raise_past_forward"]
-
 
 def raise_past_forward(
     what: str, name: str, module: nn.Module | None, kind: str, listed_methods: Sequence[str]

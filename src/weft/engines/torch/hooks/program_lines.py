@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["applied", "path"]
-
 
 def applied(what: str) -> str:
     """The line with a strategy: "model, ctx = weft.replicate(model, ctx)"."""

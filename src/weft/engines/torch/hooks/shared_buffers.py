@@ -18,8 +18,6 @@ from torch import nn
 from weft import torch_internals
 from weft.tensors.nested import tensors
 
-__all__ = ["SharedBuffers"]
-
 
 class SharedBuffers:
     """The buffers of one module, as one rank has them."""

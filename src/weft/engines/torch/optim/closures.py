@@ -7,8 +7,6 @@ from typing import Any
 
 from weft.errors import ContractError
 
-__all__ = ["after_closure", "check_no_closure", "replace_closure"]
-
 
 def replace_closure(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], wrap: Callable[[Callable[[], Any]], Callable[[], Any]]

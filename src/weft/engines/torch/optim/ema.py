@@ -23,8 +23,6 @@ from weft.engines.torch.parts.left_gathered import drop_gathered
 from weft.errors import ContractError, listed, value_error
 from weft.tensors.dtensor import cut_like, is_sharded
 
-__all__ = ["WeightAverages"]
-
 _LOW = (torch.float16, torch.bfloat16)
 Named = dict[str, torch.Tensor]
 

@@ -24,8 +24,6 @@ from weft.engines.torch.ddp.reducer import GradientReducer
 from weft.engines.torch.optim.closures import check_no_closure
 from weft.errors import ContractError, OrderError, listed, value_error
 
-__all__ = ["SHARED_STATE", "FlatStep", "check_elementwise", "flat_buffer_of", "is_elementwise"]
-
 # Optimizers whose update of an element depends on that element alone.
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.ASGD,

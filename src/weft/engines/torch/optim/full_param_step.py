@@ -28,8 +28,6 @@ from weft.errors import OrderError
 from weft.tensors.dtensor import full_tensor
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["WholeStep", "check_steps_on_shards"]
-
 _LOOK_AT_WHOLE = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
 
 

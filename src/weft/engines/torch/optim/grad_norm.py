@@ -30,7 +30,6 @@ from weft.tensors.sharded_grad import CutGradient
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Gradients", "TotalNorm", "with_nonfinite_gradient"]
 
 Ranks = tuple[int, ...]
 Cut = tuple[Ranks, ...]  # the sets of ranks over which the shards of a gradient lie; () for a whole one

@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor
 from weft.tensors.dtensor import cut_like, full_tensor
 from weft.tensors.nested import map_tensors
 
-__all__ = ["laid_as", "like", "rebind"]
-
 
 def rebind(optimizers: Sequence[torch.optim.Optimizer], new: Mapping[Any, nn.Parameter]) -> None:
     """Move optimizers from old parameters to new ones, in place; options, state and gradients are kept.

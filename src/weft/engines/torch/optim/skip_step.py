@@ -21,8 +21,6 @@ import torch.distributed as dist
 from weft.engines.torch.amp.loss_scale import LossScale, check_finite
 from weft.engines.torch.optim.closures import after_closure
 
-__all__ = ["SkippingStep"]
-
 
 class _Flags(NamedTuple):
     """What all ranks together know of one scale.

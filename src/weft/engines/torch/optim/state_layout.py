@@ -13,8 +13,6 @@ from torch.distributed.tensor.placement_types import Placement
 from weft import torch_internals
 from weft.tensors.dtensor import cut_like, full_tensor, local
 
-__all__ = ["StateLayout", "state_layout"]
-
 
 class StateLayout(NamedTuple):
     """Mesh and placements of state of the shape of one parameter.

@@ -28,8 +28,6 @@ from weft.errors import ContractError, NotSynchronized, listed
 from weft.tensors.dtensor import is_sharded, local
 from weft.version import TESTED_TORCH
 
-__all__ = ["StepOwner", "Steps", "check_same_gradients", "optimizers_of", "raise_step_inside", "settings_of"]
-
 # Settings are compared at each of the first 16 steps, at every 16th of the first 128, and at every 128th after that: a
 # comparison costs about a tenth of a small step.
 _OFTEN = 16

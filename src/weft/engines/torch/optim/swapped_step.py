@@ -14,8 +14,6 @@ import torch
 
 from weft.engines.torch.optim.closures import check_no_closure
 
-__all__ = ["Groups", "SwappedStep", "plain_step"]
-
 Groups = Sequence[Sequence[torch.Tensor]]
 
 

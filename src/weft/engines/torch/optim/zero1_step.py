@@ -32,8 +32,6 @@ from weft.errors import ContractError, listed
 from weft.tensors.dtensor import cut_like, local
 from weft.tensors.pairwise import PairGather, as_real
 
-__all__ = ["Part", "PartitionedStep", "shard_of"]
-
 _BUCKET_BYTES = 25 * 2**20
 _LARGE_BYTES = 2**17
 _FEW_RANKS = 16

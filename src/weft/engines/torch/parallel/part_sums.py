@@ -20,8 +20,6 @@ from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded, local, resting_parameters
 from weft.tensors.elsewhere import is_elsewhere
 
-__all__ = ["PartSums"]
-
 _TOLERANCE = 1e-2  # of norms of gradients that are computed alike on all ranks, or in parts, which differ altogether
 _SMALL = 1e-6  # of the largest norm: below it there is only noise
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["attention_modules", "makes_masks", "takes"]
-
 _CAUGHT = frozenset(
     {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"}
 )  # the second: of transformers, for "sdpa"

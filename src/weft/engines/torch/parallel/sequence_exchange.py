@@ -17,8 +17,6 @@ import torch.distributed as dist
 from weft import torch_internals
 from weft.tensors.sequence_order import Order, rank_order, sequence_order
 
-__all__ = ["Collectives", "Ranks", "find_collectives", "gather_sequences", "heads_to_parts", "parts_to_heads"]
-
 
 class Collectives(NamedTuple):
     """Those that a compiler traces: it cannot trace that they are looked up."""

@@ -18,8 +18,6 @@ from weft.errors import ContractError, listed
 from weft.tensors.nested import tensors
 from weft.tensors.sequence_order import SequencePart, part_of, places
 
-__all__ = ["SplitInputs"]
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _FIX = (
     "model(**weft.data.split_sequence(batch, ctx)), "

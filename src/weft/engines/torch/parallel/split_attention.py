@@ -30,8 +30,6 @@ from weft.engines.torch.parallel.sequence_exchange import (
 from weft.errors import ContextError, ContractError
 from weft.tensors.sequence_order import chunks
 
-__all__ = ["Method", "SplitAttention"]
-
 Method = Literal["heads", "gather"]
 
 

@@ -15,8 +15,6 @@ from weft import torch_internals
 from weft.errors import value_error
 from weft.private_names import Attribute
 
-__all__ = ["added_hooks", "cut_sequence", "gather_argument", "hooks_of", "join_sequence", "put_first", "take_off"]
-
 _HOOKS = MappingProxyType(
     {
         torch_internals.FORWARD_PRE_HOOKS: torch_internals.FORWARD_PRE_HOOKS_WITH_KWARGS,

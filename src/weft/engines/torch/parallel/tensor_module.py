@@ -51,8 +51,6 @@ from weft.engines.torch.strategy import Strategy
 from weft.errors import ContractError, listed
 from weft.tensors.nested import tensors
 
-__all__ = ["TensorParallelModule"]
-
 
 class TensorParallelModule(Strategy):
     """A module whose layers are cut over the ranks of one axis, as later transforms see it."""

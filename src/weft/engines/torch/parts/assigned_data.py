@@ -16,8 +16,6 @@ from torch import nn
 from weft import torch_internals
 from weft.errors import ContractError, listed
 
-__all__ = ["AssignedData"]
-
 
 class AssignedData:
     """The memory and the parts of parameters as they were when they were last looked at."""

@@ -12,8 +12,6 @@ from weft import torch_internals
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["CutLayerGradient"]
-
 
 class CutLayerGradient(DTensor):
     """A DTensor whose numbers go with plain tensors, and with DTensors over other ranks.

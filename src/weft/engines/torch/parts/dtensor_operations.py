@@ -17,8 +17,6 @@ from weft import torch_internals
 from weft.errors import ContractError
 from weft.tensors.dtensor import axes_of, is_sharded
 
-__all__ = ["Copies", "check_written", "copied", "no_memory", "watched"]
-
 _FIX = (
     "whole = tensor.full_tensor()  # on all ranks; to change it, under no_grad: whole[0] = 0; tensor.copy_(whole); "
     "parameters also: with weft.full_params(model, ctx, write=True), torch.no_grad(): ..."

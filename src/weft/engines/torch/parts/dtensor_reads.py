@@ -26,9 +26,6 @@ from weft.engines.torch.parts.dtensor_operations import Copies, check_written, c
 from weft.errors import ContractError
 from weft.tensors.dtensor import cut_like, is_sharded
 
-__all__ = ["check_reads"]
-
-
 # These methods are not operations: torch looks for the memory of the DTensor itself, and crashes or raises.
 _OF_MEMORY = ("tolist", "numpy", "__format__", "__dlpack__", "storage", "share_memory_", "apply_", "map_", "map2_")
 

@@ -18,8 +18,6 @@ from weft.engines.torch.optim.rebind import like
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import groups_of, is_sharded, local
 
-__all__ = ["check_left", "drop_gathered", "free_left", "note_left"]
-
 _Versions = tuple[int, int, int]  # those of what a group has left are its `weft_left`
 
 

@@ -13,8 +13,6 @@ from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.elsewhere import Elsewhere
 
-__all__ = ["refuse_file", "refuse_optimizer_file", "refuse_states"]
-
 
 def refuse_file(what: str, whose: str, name: str, tensor: object) -> None:
     """Let `torch.save` and pickle of a tensor raise.

@@ -21,8 +21,6 @@ from weft.engines.torch.parts.no_file import refuse_optimizer_file
 from weft.tensors.elsewhere import Elsewhere
 from weft.tensors.nested import tensors
 
-__all__ = ["PartGradients"]
-
 
 class PartGradients:
     """Those of one module, from a backward pass on until `zero_grad`.

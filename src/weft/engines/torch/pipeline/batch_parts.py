@@ -18,8 +18,6 @@ from torch import nn
 from weft.errors import listed, type_error, value_error
 from weft.tensors.nested import leaves, map_tensors, tensors
 
-__all__ = ["NOTHING", "Inputs", "MicroBatches", "check_flags", "inputs_of", "num_items"]
-
 _IGNORED = -100  # torch's and transformers' number for labels that do not count
 
 

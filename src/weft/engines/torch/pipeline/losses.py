@@ -17,8 +17,6 @@ from weft.tensors.control import control_device
 from weft.tensors.dtensor import local
 from weft.tensors.nested import map_tensors
 
-__all__ = ["FORMS", "Loss", "Result", "check_whole", "combined", "loss_of", "share_result", "with_gradients"]
-
 LossFunction = Callable[[Any, Any], Any]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -15,8 +15,6 @@ import torch
 from weft import torch_internals
 from weft.errors import ContractError
 
-__all__ = ["Elsewhere", "has_elsewhere"]
-
 # Results that depend on nothing but a shape, a dtype and a device: they are real.
 _MADE = frozenset(
     ("new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like")

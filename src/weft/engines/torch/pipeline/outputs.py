@@ -14,8 +14,6 @@ from weft.engines.torch.pipeline.losses import Loss
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["as_output", "form_of", "join", "joined", "row_dims", "sendable"]
-
 _SENT = frozenset({"form", "is_sum", "values"})
 
 

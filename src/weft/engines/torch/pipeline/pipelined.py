@@ -47,8 +47,6 @@ from weft.engines.torch.probes.same_draws import SameDraws
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["PipelinedModule"]
-
 # What forward raises where the loss needs more than the output of the last layer.
 _NEEDS_MORE = (ContractError, RuntimeError, ValueError, TypeError, IndexError, AttributeError)
 _KEPT_BYTES = 1 << 28  # of outputs, to compute their loss together

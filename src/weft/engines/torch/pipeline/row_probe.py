@@ -29,8 +29,6 @@ from weft.errors import ProbeFailed, listed
 from weft.tensors.dtensor import local
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["RowProbe", "check_rows"]
-
 _LIMIT, _LOW_LIMIT = 1e-5, 5e-2  # the second of numbers in 16 bits
 _FLOOR = 1e-2  # of the largest gradient: some are zero but for rounding, as those of the biases of keys
 

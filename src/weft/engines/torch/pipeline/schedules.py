@@ -18,8 +18,6 @@ from torch import nn
 from weft.checks import check_choice
 from weft.errors import value_error
 
-__all__ = ["SCHEDULES", "check_schedule", "make_schedule", "owners", "stages_per_rank"]
-
 
 class Kind(NamedTuple):
     """One schedule of torch.

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from weft.errors import type_error
 from weft.tensors.dtensor import is_sharded
 
-__all__ = ["Borders"]
-
 _WORDS = 64  # of int64, in the message that describes a border
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)
 

@@ -27,9 +27,6 @@ from weft.engines.torch.probes.no_trace import random_kept
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["StageForward"]
-
-
 _IN_ORDER = "weft.pipeline(model, ctx, stages=[[names of layers], ...]) in the order of forward"
 _OF_ITS_STAGE = "stages=[...] with the name of the parameter in the stage that uses it, or in the forward of a layer"
 _THROUGH = "x, kept = layer(x, kept)  # what a later layer needs goes through those before it, which return a tuple"

@@ -20,8 +20,6 @@ from weft import torch_internals
 from weft.engines.torch.probes.compare import largest_over
 from weft.tensors.dtensor import is_fsdp_unit, is_sharded, local, state_of
 
-__all__ = ["Aliases", "LentLayers"]
-
 
 class Aliases:
     """The aliases of the parameters of one module."""

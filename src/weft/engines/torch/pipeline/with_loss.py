@@ -10,8 +10,6 @@ from torch import nn
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.pipeline.batch_parts import NOTHING, inputs_of
 
-__all__ = ["WithLoss"]
-
 
 class WithLoss:
     """Calls of a module take a target."""

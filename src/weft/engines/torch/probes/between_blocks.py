@@ -26,8 +26,6 @@ from weft.engines.torch.probes.whole_unit import BETWEEN_BLOCKS
 from weft.tensors.dtensor import full_tensor
 from weft.tensors.nested import tensors
 
-__all__ = ["BetweenBlocks"]
-
 _LIMIT, _LOW_LIMIT = 1e-5, 5e-2
 _LOW = (torch.bfloat16, torch.float16)
 

@@ -22,8 +22,6 @@ _PIECE = 1 << 20  # numbers that are looked at together, as int64
 OTHERS = (WeftError, dist.DistError, torch.OutOfMemoryError)
 OF_PARTS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)  # but for `OTHERS`
 
-__all__ = ["OF_PARTS", "OTHERS", "difference", "differing_ranks", "digest", "largest_over", "returned"]
-
 
 def returned(value: Any, *, numbers: bool = True, depth: int = 3) -> list[torch.Tensor]:
     """What a call has returned, as tensors: also numbers and arrays; and if there are no tensors, what objects hold."""

@@ -20,18 +20,6 @@ from weft import torch_internals
 from weft.tensors.dtensor import groups_of, is_fsdp_unit, kept_prefetches, local
 from weft.tensors.sequence_order import with_note_of
 
-__all__ = [
-    "as_made",
-    "attributes_of",
-    "copied",
-    "is_measured",
-    "keeps_activations",
-    "measured",
-    "no_trace",
-    "random_kept",
-    "zeros_filled",
-]
-
 T = TypeVar("T")
 _measured: ContextVar[str] = ContextVar("measured", default="")
 _SMALL = 0.02

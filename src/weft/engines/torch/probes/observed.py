@@ -9,8 +9,6 @@ import torch
 from weft import torch_internals
 from weft.tensors.nested import tensors
 
-__all__ = ["Observed"]
-
 _LOW = (torch.bfloat16, torch.float16)
 _DRAWS = (torch.ops.aten.bernoulli, torch.ops.aten.bernoulli_)  # all kinds of dropout, but for those with a kernel
 

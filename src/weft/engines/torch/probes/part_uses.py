@@ -22,8 +22,6 @@ from weft.engines.torch.probes.compare import difference
 from weft.tensors.dtensor import local
 from weft.tensors.nested import tensors
 
-__all__ = ["watched"]
-
 _Given = dict[tuple[int, int], torch.Tensor]  # what arrives at an input of a node, by its number
 
 

@@ -11,8 +11,6 @@ from torch import nn
 
 from weft import torch_internals
 
-__all__ = ["hooks_of_user", "hooks_off", "quiet_hooks"]
-
 _HOOKS = (torch_internals.FORWARD_PRE_HOOKS, torch_internals.FORWARD_HOOKS)
 
 

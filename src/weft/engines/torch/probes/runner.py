@@ -38,8 +38,6 @@ from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import leaves, tensors
 
-__all__ = ["Prober"]
-
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Found = tuple[float, Compared]  # how many times the limit it differs
 _TIED = 0.999  # of the largest difference

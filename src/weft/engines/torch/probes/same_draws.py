@@ -9,8 +9,6 @@ import torch
 
 from weft import torch_internals
 
-__all__ = ["SameDraws"]
-
 _Shapes = tuple[tuple[int, ...] | None, ...]
 
 

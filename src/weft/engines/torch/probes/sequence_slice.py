@@ -20,8 +20,6 @@ from weft.engines.torch.probes.observed import Observed
 from weft.tensors.nested import leaves, map_leaves, map_tensors, tensors
 from weft.tensors.sequence_order import SequencePart, note_part, part_of, places
 
-__all__ = ["SlicedSequences"]
-
 # Tokens that are computed whole, at least and at most; between, as many as a rank has, and later the least.
 _FEW, _MANY = 2048, 8192
 _LOW_OUTPUT, _LOW_LOSS = 5e-2, 1e-3  # limits where 16 bits are in it; the rounding of a loss averages out

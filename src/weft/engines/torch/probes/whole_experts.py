@@ -31,8 +31,6 @@ from weft.engines.torch.strategy import broadcast
 from weft.tensors.dtensor import full_tensor, is_fsdp_unit, is_sharded
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["ExpertUnits", "SplitRows"]
-
 _OF_TORCH = frozenset(vars(nn.Module()))
 _SOME = 64  # tokens: of a few, none might be over a capacity
 _LOW = (torch.bfloat16, torch.float16)

@@ -31,17 +31,6 @@ from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.tensors.dtensor import full_tensor, is_fsdp_unit
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = [
-    "BETWEEN_BLOCKS",
-    "TensorUnits",
-    "WholeUnits",
-    "called_around",
-    "gathers",
-    "is_in",
-    "plan_line",
-    "units_around",
-]
-
 _ALONE = ("gather", "vocab", "sequence", "replicate")  # parts of these styles give what they give by themselves
 _COLUMNS, _ROWS = ("column", "ColwiseParallel"), ("row", "RowwiseParallel")
 _OF_FSDP = ("torch.distributed.fsdp", "weft.engines.torch.fsdp.own_parameters")

@@ -17,8 +17,6 @@ from weft.engines.torch.optim.swapped_step import plain_step
 from weft.errors import ContractError, OrderError
 from weft.tensors.dtensor import is_sharded
 
-__all__ = ["BackwardStep", "check_has_gradients", "is_stepped_in_backward"]
-
 
 class BackwardStep:
     """The hooks on the parameters of one optimizer."""

@@ -24,8 +24,6 @@ from weft.engines.torch.strategy import broadcast
 from weft.errors import ContractError, listed, type_error
 from weft.tensors.dtensor import local, resting_parameters
 
-__all__ = ["LocalStepOptions", "LocalSteps", "check_same_parameters"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LocalStepOptions:

@@ -24,8 +24,6 @@ from weft.engines.torch.optim.swapped_step import SwappedStep
 from weft.engines.torch.optim.zero1_step import Part, PartitionedStep
 from weft.tensors.dtensor import full_tensor, local
 
-__all__ = ["step_on_one_kind"]
-
 
 def step_on_one_kind(optimizer: torch.optim.Optimizer) -> tuple[RemovableHandle, ...]:
     """Let an optimizer that holds DTensors step on tensors of one kind; to be called before each step's own hooks.

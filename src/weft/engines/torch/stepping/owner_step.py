@@ -24,8 +24,6 @@ from weft.errors import ContractError, listed
 from weft.tensors.dtensor import full_tensor, local
 from weft.tensors.nested import map_tensors
 
-__all__ = ["OwnerStep"]
-
 _ALIGNED = 16  # bytes
 
 

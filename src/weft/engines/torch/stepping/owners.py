@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Block", "Owned", "owned", "rounds"]
-
 _ROUND_BYTES = 4 * 2**20
 
 

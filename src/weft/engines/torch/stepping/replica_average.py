@@ -27,8 +27,6 @@ from weft.errors import UnusedParameters, listed
 from weft.tensors.dtensor import local
 from weft.tensors.nested import tensors
 
-__all__ = ["ReplicaAverage"]
-
 _BUCKET_BYTES = 25 * 2**20
 
 

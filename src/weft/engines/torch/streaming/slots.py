@@ -17,8 +17,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-__all__ = ["Fill", "Slots", "Wanted", "slot_bytes"]
-
 _ALIGNMENT = 64  # bytes: of tensors side by side
 Fill: TypeAlias = Callable[[Sequence[tuple[Any, torch.Tensor]]], None]
 

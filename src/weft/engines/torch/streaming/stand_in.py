@@ -17,8 +17,6 @@ from weft.errors import ContractError
 from weft.tensors.elsewhere import empty_elsewhere
 from weft.tensors.nested import leaves
 
-__all__ = ["stand_in"]
-
 _NAME = "_weft_name"
 
 

@@ -17,8 +17,6 @@ from weft.engines.torch.streaming.slots import Fill, Slots, Wanted
 from weft.errors import ContractError, value_error
 from weft.tensors.nested import leaves
 
-__all__ = ["StreamOptions", "Streamed", "StreamedPart", "StreamedTensor", "check_devices"]
-
 
 class StreamedTensor(NamedTuple):
     """A parameter of a part that is streamed.

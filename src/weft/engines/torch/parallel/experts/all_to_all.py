@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from weft.errors import ContextError
 
-__all__ = ["Line", "Route", "send_rows"]
-
 
 class Line:
     """The ranks of an axis on the line through this one.

@@ -37,8 +37,6 @@ from weft.engines.torch.stepping.one_kind import step_on_one_kind
 from weft.engines.torch.strategy import broadcast
 from weft.tensors.elsewhere import empty_elsewhere
 
-__all__ = ["DividedExperts"]
-
 
 class DividedExperts:
     """The experts of one module, of which each rank of an axis holds equally many, one after the other.

@@ -14,8 +14,6 @@ from typing_extensions import override
 
 from weft.errors import ContractError
 
-__all__ = ["DTYPES", "Answering", "Call", "End", "Noting", "StandIn"]
-
 _WITHOUT = (
     'weft.expert_parallel(..., experts=...) without this list, or weft.replicate(model, ctx, unused="zero") alone'
 )

@@ -23,8 +23,6 @@ from weft.tensors.control import control_device
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["ListedExperts"]
-
 
 class ListedExperts:
     """What is done around the forward of a module with a list of experts.

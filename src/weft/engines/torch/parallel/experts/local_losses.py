@@ -15,8 +15,6 @@ from torch import nn
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.errors import ContractError, value_error
 
-__all__ = ["check_local_losses", "refuse_local_losses"]
-
 _EXPECTED = "no product of two means over the batch of one rank: it is not that over all batches"
 _FIX = "output_router_logits=False, and your own loss from weft.reduce(tokens per expert, ctx, 'mean')"
 

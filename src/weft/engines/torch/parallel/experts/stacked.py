@@ -21,8 +21,6 @@ from weft import torch_internals
 from weft.engines.torch.parallel.experts.all_to_all import Line, Route, send_rows
 from weft.errors import value_error
 
-__all__ = ["StackedExperts"]
-
 
 class StackedExperts:
     """What is done around the forward of one module of experts.
