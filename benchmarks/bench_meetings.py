@@ -21,9 +21,9 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.peers.agreement import agree
-from weft.peers.board import Board
 from weft.peers.connect import listen_at
 from weft.peers.liveness import announce
+from weft.peers.store import RankStore
 from weft.peers.world import World
 
 PROMISE_S = 5.0  # a start of 1,024 ranks
@@ -42,17 +42,17 @@ def size(value: Any) -> int:
 def some_ranks(port: int, ranks: range, n: int, ready: Any, results: Any) -> None:
     """Be these ranks, and tell when each part began and ended, what was asked, and how many bytes moved."""
     moved: list[int] = []  # appending is atomic, adding is not
-    real = Board._request
+    real = RankStore._request
 
-    def request(board: Board, call: Any, *arguments: object) -> Any:
+    def request(board: RankStore, call: Any, *arguments: object) -> Any:
         found = real(board, call, *arguments)
         moved.append(size(arguments) + size(found))
         return found
 
-    Board._request = request  # type: ignore[method-assign]
+    RankStore._request = request  # type: ignore[method-assign]
     names = range(n)
     stores = [dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) for _ in ranks]
-    boards = [Board(store, limit_s=600.0).below(f"run/{n}") for store in stores]
+    boards = [RankStore(store, limit_s=600.0).below(f"run/{n}") for store in stores]
     for store, board in zip(stores, boards, strict=True):
         # Connecting is not measured: torch looks up a name for each connection, at a server of names that may be slow.
         board._connection.spare.append(store.clone())  # type: ignore[attr-defined]

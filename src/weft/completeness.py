@@ -18,7 +18,7 @@ from weft.context import DistContext
 from weft.contract import GradSync, KeepsParameters, applied_to, gradient_axes, offered, wrapper_of_torch
 from weft.contract.layout import axes_of_dims
 from weft.data.loader_copy import split_already
-from weft.engines.torch.ddp.trained import is_reduced
+from weft.engines.torch.reducing.trained import is_reduced
 from weft.errors import ContractError, listed
 from weft.peers.agreement import exchange
 from weft.tensors.dtensor import is_sharded

@@ -22,12 +22,12 @@ from weft.context import DistContext
 from weft.contract import GradSync, KeepsParameters, StepsApart, offered, wrapper_of_torch
 from weft.data import ShardedLoader
 from weft.data.split.position import Cursor
-from weft.engines.torch.ddp.trained import is_reduced
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.engines.torch.probes.compare import differing_ranks
+from weft.engines.torch.reducing.trained import is_reduced
 from weft.errors import ContractError, warn
-from weft.tensors.bit_sums import can_be_read, sum_of_bits
-from weft.tensors.elsewhere import is_elsewhere
+from weft.tensors.checksums import can_be_read, sum_of_bits
+from weft.tensors.remote_parameter import is_elsewhere
 
 _STEPS = 16  # in which weights are compared
 

@@ -209,7 +209,7 @@ class Attribute(_Name):
         """
         value = getattr(owner, self.spelling, self)
         if value is self:
-            del owner  # the traceback must not keep it alive; see `Buckets.release` in engines/torch/ddp/buckets.py
+            del owner  # the traceback must not keep it alive; see `Buckets.release` in reducing/buckets.py
             self._raise()
         return value
 

@@ -27,7 +27,7 @@ from weft.checkpoint.staging import Staged, Staging
 from weft.context import shutdown
 from weft.errors import CheckpointError, PeerError
 from weft.peers.agreement import exchange
-from weft.peers.board import Board
+from weft.peers.store import RankStore
 from weft.peers.world import World
 from weft.testing import RanksFailed, run_ranks
 
@@ -364,7 +364,7 @@ def test_a_rank_that_leaves_with_an_error_lets_the_running_save_end(tmp_path):
 
 
 def test_waiting_for_peers_can_be_stopped():
-    world = World(ranks=[0, 1], rank=0, store=Board(dist.HashStore(), limit_s=1))
+    world = World(ranks=[0, 1], rank=0, store=RankStore(dist.HashStore(), limit_s=1))
     world.watch = _Saver()
     world.watch.check("save_async", [1], world)
     world.watch.leaving = True

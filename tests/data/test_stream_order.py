@@ -21,7 +21,7 @@ from weft.collectives import reduce
 from weft.data.order.compare_order import compare_order
 from weft.data.order.sample_digest import ReadDigest, is_compared, next_looked_at
 from weft.errors import ContextError, ContractError
-from weft.peers.board import Board
+from weft.peers.store import RankStore
 from weft.peers.world import World
 from weft.testing import fake, run_ranks
 
@@ -425,7 +425,7 @@ def test_the_digest_is_the_same_in_every_process():
 
 def _worlds(*ranks):
     store = dist.HashStore()
-    return [World(ranks=ranks, rank=place, store=Board(store, limit_s=5)) for place in range(len(ranks))]
+    return [World(ranks=ranks, rank=place, store=RankStore(store, limit_s=5)) for place in range(len(ranks))]
 
 
 def test_ranks_that_read_in_other_orders_are_named():

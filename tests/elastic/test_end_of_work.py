@@ -25,8 +25,8 @@ from weft.launching.replicas.messages import Messages
 from weft.launching.replicas.processes import LocalReplica
 from weft.launching.replicas.remote_nodes import Nodes
 from weft.launching.replicas.supervise import _Job
-from weft.peers.board import Board
 from weft.peers.quorum import Loop
+from weft.peers.store import RankStore
 
 
 def _ends(folder):
@@ -323,7 +323,7 @@ def _mutated(value, chance):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_message_is_too_strange_for_the_launcher(seed, capfd):
-    chance, board = random.Random(seed), Board(dist.HashStore(), limit_s=5, secret="a")
+    chance, board = random.Random(seed), RankStore(dist.HashStore(), limit_s=5, secret="a")
     given = {"nproc": 4, "nnodes": "1:2", "rdzv": "127.0.0.1:1234", "min_replicas": 1, "replica_ranks": 2}
     plan = make_plan({name: given.get(name) for name in LAUNCH}, None, cores=1, omp_num_threads=None)
     messages = Messages(board, 2)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engines.options import ReduceOptions
-from weft.engines.torch.stepping.replica_average import ReplicaAverage
+from weft.engines.torch.reducing.replica_average import ReplicaAverage
 from weft.testing import largest_difference, run_ranks
 
 WIDTH = 4

@@ -25,9 +25,9 @@ from weft.elastic.join import give, put_in_place, take
 from weft.elastic.requirements import facts_of_program
 from weft.errors import CheckpointError, ContractError
 from weft.peers import replica_groups
-from weft.peers.board import Board
 from weft.peers.quorum import Answer
 from weft.peers.replica_groups import ReplicaGroup
+from weft.peers.store import RankStore
 from weft.peers.world import World
 from weft.tensors.rng_state import RngState
 from weft.testing import run_ranks
@@ -159,7 +159,7 @@ def test_random_kills_and_stops(tmp_path, seed, shards):
 
 def test_a_second_process_of_a_replica_is_refused():
     store = torch.distributed.HashStore()
-    board = Board(store, limit_s=5.0)
+    board = RankStore(store, limit_s=5.0)
     first, second = (ReplicaGroup(board, "0.0", 1, World(ranks=(0,), rank=0), torch.device("cpu")) for _ in range(2))
     board.push("answer/0.0/0", Answer(1, ("0.0",))._asdict())
     assert first.meet(0, fresh=True, facts={}).number == 1
@@ -176,7 +176,7 @@ def _adds_up(group, together, board):
 
 def test_replicas_that_cannot_connect(monkeypatch):
     *_, loader, state, ctx = _alone()
-    board = Board(torch.distributed.HashStore(), limit_s=5.0)
+    board = RankStore(torch.distributed.HashStore(), limit_s=5.0)
     for number in range(6):
         board.push("answer/1.0/0", Answer(number + 1, ("0.0", "1.0"))._asdict())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such")
@@ -219,7 +219,7 @@ def test_the_state_of_a_replica_that_shards_in_another_way():
 def _members(count, job):
     """What a function gives that gets each of so many replicas, which make steps together, and a barrier."""
     store, together = torch.distributed.HashStore(), threading.Barrier(count)
-    board = Board(store, limit_s=5.0)
+    board = RankStore(store, limit_s=5.0)
     names = tuple(f"{number}.0" for number in range(count))
     for number in range(count):
         board.push(f"answer/{number}.0/0", Answer(1, names)._asdict())
@@ -275,7 +275,7 @@ def test_who_connects_in_vain_hears_of_a_loss_by_the_launcher(monkeypatch):
     monkeypatch.setattr(replica_groups, "_PATIENCE_S", 0.1)
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = torch.distributed.TCPStore("127.0.0.1", server.port)
-    board = Board(store, limit_s=20.0)
+    board = RankStore(store, limit_s=20.0)
     board.push("answer/0.0/0", Answer(1, ("0.0", "1.0"))._asdict())
     board.write("broken/1", 1)
     group = ReplicaGroup(board, "0.0", 2, World(ranks=(0,), rank=0), torch.device("cpu"))
@@ -303,7 +303,7 @@ def test_random_numbers_are_those_of_the_source_only_if_all_began_alike():
 
 def test_replicas_add_up_and_hear_of_a_new_one_in_the_same_message():
     store = torch.distributed.HashStore()
-    board = Board(store, limit_s=5.0)
+    board = RankStore(store, limit_s=5.0)
     for number in (0, 1):
         board.push(f"answer/{number}.0/0", Answer(1, ("0.0", "1.0"))._asdict())
     board.write("called/1", 1)

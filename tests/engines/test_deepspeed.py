@@ -19,7 +19,7 @@ from torch import nn
 import weft
 from tests.repository.test_torch_internals import names_in
 from weft.engines.deepspeed import deepspeed, internals
-from weft.tensors.elsewhere import empty_elsewhere
+from weft.tensors.remote_parameter import empty_elsewhere
 from weft.testing import largest_difference, run_ranks
 
 pytestmark = pytest.mark.deepspeed

@@ -349,7 +349,7 @@ def staged(ctx):
 def another_stage_is_read(ctx, folder):
     for follow in range(3):
         model, optimizer, after = staged(ctx)
-        with told("tensors/elsewhere.py", "numbers are read that another rank has") as it:
+        with told("tensors/remote_parameter.py", "numbers are read that another rank has") as it:
             torch.stack([p.norm() for p in model.parameters()]).norm().item()
         line = it.fix.splitlines()[follow].strip()
         exec(line, names := {"weft": weft, "model": model, "ctx": after, "optimizer": optimizer})
@@ -360,7 +360,7 @@ def another_stage_is_read(ctx, folder):
     x, options = torch.ones(4, 4), {"loss": nn.functional.mse_loss, "micro_batches": 2}
     model, _ = weft.pipeline(net(), ctx, **options)
     scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.AdamW(model.parameters())
-    with told("tensors/elsewhere.py", "are looked at") as it:
+    with told("tensors/remote_parameter.py", "are looked at") as it:
         scaler.scale(model(x, x)).backward()
         scaler.step(optimizer)
     names = it.run(model=net(), ctx=ctx)
@@ -368,7 +368,7 @@ def another_stage_is_read(ctx, folder):
     model(x, x).backward()
     torch.optim.AdamW(model.parameters()).step()
     model, optimizer, after = staged(ctx)
-    with told("tensors/elsewhere.py", "cannot be pickled") as it:
+    with told("tensors/remote_parameter.py", "cannot be pickled") as it:
         torch.save(model.state_dict(), folder / f"{ctx.rank}.pt")
     state, saving = weft.checkpointable({"model": model}, after)
     directory = folder / "saved"

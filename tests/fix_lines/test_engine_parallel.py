@@ -113,13 +113,13 @@ def _expert_mistakes(ctx):
     called, read, fed = (
         weft.expert_parallel(nn.Sequential(Listed(), kind()), ctx)[0] for kind in (Dictionaries, Reading, Feeding)
     )
-    with told("engines/torch/parallel/experts/expert_stand_ins.py", "called with something else") as it:
+    with told("engines/torch/parallel/experts/expert_placeholders.py", "called with something else") as it:
         called(x)
     _without_the_list(it, Dictionaries, ctx, x)
-    with told("engines/torch/parallel/experts/expert_stand_ins.py", "of an expert is read") as it:
+    with told("engines/torch/parallel/experts/expert_placeholders.py", "of an expert is read") as it:
         read(x)
     _without_the_list(it, Reading, ctx, x)
-    with told("engines/torch/parallel/experts/expert_stand_ins.py", "when it runs again") as it:
+    with told("engines/torch/parallel/experts/expert_placeholders.py", "when it runs again") as it:
         fed(x)
     _without_the_list(it, Feeding, ctx, x)
 
@@ -461,7 +461,7 @@ def _tensor_mistakes(ctx):
     exec(every.replace("p.copy_(...)", "model[0].up.weight.copy_(before)"), {**globals(), **locals(), "ctx": inner})
     assert torch.equal(p.detach().full_tensor(), before)
 
-    with told("engines/torch/parts/no_file.py", "pickle of a") as it:
+    with told("engines/torch/parts/refuse_pickle.py", "pickle of a") as it:
         torch.save(model, io.BytesIO())
     copied = copy.deepcopy(model)
     copied(x).sum().backward()
@@ -469,7 +469,7 @@ def _tensor_mistakes(ctx):
     torch.save(it.run(model=model, ctx=inner, optimizer=optimizer)["model"], io.BytesIO())
     model, inner = weft.tensor_parallel(_heads(), ctx, plan=HEADS)
 
-    with told("engines/torch/parts/no_file.py", "was given whole tensors") as it:
+    with told("engines/torch/parts/refuse_pickle.py", "was given whole tensors") as it:
         model.load_state_dict(whole)
     assert it.fix.startswith("model.load_state_dict(...) before weft.tensor_parallel, or")
     model = _heads()
@@ -550,10 +550,10 @@ def _part_mistakes(ctx, folder):
         tensor.numpy()
     _changes_a_row(it.fix, model, inner)
 
-    with told("engines/torch/parts/no_file.py", "cannot be pickled") as it:
+    with told("engines/torch/parts/refuse_pickle.py", "cannot be pickled") as it:
         torch.save(model.state_dict(), io.BytesIO())
     state, after = weft.checkpointable({"model": model, "optimizer": optimizer}, inner)
-    with told("engines/torch/parts/no_file.py", "cannot be pickled"):
+    with told("engines/torch/parts/refuse_pickle.py", "cannot be pickled"):
         torch.save(optimizer.state_dict(), io.BytesIO())
     save, rest = it.fix.split("  # then, in one process: ")
     export, gathered = rest.split("; or\n")
@@ -565,7 +565,7 @@ def _part_mistakes(ctx, folder):
     with weft.full_params(model, after):
         torch.save(model.state_dict(), io.BytesIO())
 
-    with told("engines/torch/parts/no_file.py", "was given whole tensors") as it:
+    with told("engines/torch/parts/refuse_pickle.py", "was given whole tensors") as it:
         model.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
     assert it.fix.endswith("or weft.load_weights(model, path, ctx) after it")
     weft.load_weights(model, names["path"], after)
@@ -596,7 +596,7 @@ class TwoHeads(nn.Module):
 def _strategy_mistakes(ctx):
     x = torch.randn(4, 4)
     model, inner = weft.replicate(TwoHeads(), ctx)
-    with told("engines/torch/strategy.py", "got no gradient") as it:
+    with told("engines/torch/reducing/strategy.py", "got no gradient") as it:
         model(x).sum().backward()
     assert it.fix.startswith('weft.replicate(..., unused="zero"), or requires_grad_(False) on them; on all of TwoHeads')
     model, _ = weft.replicate(TwoHeads(), ctx, unused="zero")
@@ -608,7 +608,7 @@ def _strategy_mistakes(ctx):
 
     generator, _ = weft.replicate(nn.Linear(4, 4), ctx)
     critic, _ = weft.replicate(TwoHeads(), ctx)
-    with told("engines/torch/strategy.py", "got no gradient"):
+    with told("engines/torch/reducing/strategy.py", "got no gradient"):
         critic(generator(x)).sum().backward()
     critic.requires_grad_(False)
     critic(generator(x)).sum().backward()
@@ -616,7 +616,7 @@ def _strategy_mistakes(ctx):
     model, inner = weft.replicate(nn.Linear(4, 1), ctx)
     model, windows, inner = weft.accumulate_grads(model, list(x.chunk(2)), inner, steps=2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with told("engines/torch/strategy.py", "before they were averaged") as it:
+    with told("engines/torch/reducing/strategy.py", "before they were averaged") as it:
         for window in windows:
             for batch in window:
                 model(batch).sum().backward()

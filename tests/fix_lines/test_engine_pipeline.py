@@ -431,7 +431,7 @@ def _evaluated_once(ctx, line):
 @pytest.mark.slow
 def test_what_is_between_the_layers():
     text = _told(Net, _doubled, loss=mse_loss)
-    it = printed("engines/torch/pipeline/not_computed.py", "needs values that", text)
+    it = printed("engines/torch/pipeline/remote_output.py", "needs values that", text)
     assert it.fix == "the operation in the forward of a layer, which one rank computes"
     _follow(_changed, changes={"at_0": {"after": _doubled}, "at_2": {"after": _doubled}})
 

@@ -36,8 +36,8 @@ def _in_mode(ctx, same):
 
 
 def test_settings():
-    later = printed("engines/torch/optim/step_watch.py", "self._peers.compare(", _failed(_scheduled, False))
-    first = printed("engines/torch/optim/step_watch.py", "self._peers.agree(", _failed(_in_mode, False))
+    later = printed("engines/torch/steps/watch.py", "self._peers.compare(", _failed(_scheduled, False))
+    first = printed("engines/torch/steps/watch.py", "self._peers.agree(", _failed(_in_mode, False))
     assert later.fix == first.fix
     assert "on all ranks; scheduler.step(weft.reduce(loss, ctx, 'mean')) where a schedule follows a loss" in first.fix
     run_ranks(_scheduled, 2, True)

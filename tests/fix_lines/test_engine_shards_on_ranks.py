@@ -172,7 +172,7 @@ def _lost_write(ctx):
 
 
 def _windows(ctx):
-    with told("engines/torch/fsdp/held_gradients.py", "before they were reduced") as it:
+    with told("engines/torch/fsdp/pending_gradients.py", "before they were reduced") as it:
         windows_in_part(weft.fully_shard, ctx, breaks=True)
     assert it.fix.startswith("continue  # in place of break")
     windows_in_part(weft.fully_shard, ctx, breaks=False)
@@ -231,7 +231,7 @@ def test_calls(tmp_path):
 def _whole_tensors(ctx):
     model, here = weft.fully_shard(Net(), ctx)
     optimizer = torch.optim.Adafactor(model.parameters())
-    with told("engines/torch/optim/full_param_step.py", "gather_step") as it:
+    with told("engines/torch/steps/full_params.py", "gather_step") as it:
         train(model, optimizer, ctx)
     optimizer.zero_grad()
     train(model, it.run(optimizer=optimizer, ctx=here)["optimizer"], ctx)
@@ -249,7 +249,7 @@ def _whole_tensors(ctx):
             optimizer.step(closure)
 
     model, here = weft.fully_shard(Net(), ctx)
-    with told("engines/torch/optim/full_param_step.py", "gather_step") as it:
+    with told("engines/torch/steps/full_params.py", "gather_step") as it:
         steps(model)
     steps(it.run(model=Net(), ctx=ctx)["model"])
 
@@ -260,7 +260,7 @@ def _partial(ctx):
     p = model.head.bias
     mesh = p.device_mesh
     p.grad = DTensor.from_local(torch.ones(2), mesh, [Partial()])
-    with told("engines/torch/optim/grad_norm.py", "has not been reduced") as it:
+    with told("engines/torch/compute/grad_norm.py", "has not been reduced") as it:
         weft.clip_grads(model, here, max_norm=1.0)
     it.run(p=p)
     weft.clip_grads(model, here, max_norm=1.0)
@@ -315,7 +315,7 @@ def _over_all(ctx):
 
     model, _ = weft.sync_batch_norm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), ctx)
     rows = torch.ones(1 - ctx.rank, 4)
-    with told("engines/torch/ddp/sync_batch_norm.py", "a single value has no variance") as it:
+    with told("engines/torch/compute/sync_batch_norm.py", "a single value has no variance") as it:
         model(rows)
     assert it.fix == "a larger batch, or model.eval()"
     model(torch.ones(1, 4) + ctx.rank)

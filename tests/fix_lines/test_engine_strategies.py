@@ -62,7 +62,7 @@ def _meta(cls):
 @torch.no_grad()
 def test_a_part_that_is_streamed_is_read(tmp_path):
     plain, model, ctx, path = _streamed(tmp_path)
-    with told("engines/torch/streaming/stand_in.py", "is read while") as it:
+    with told("engines/torch/streaming/placeholder.py", "is read while") as it:
         model(X)
     assert 'plan_placement(..., keep="0"); or weft.undo(model, ctx)  # and weft.load_weights' in it.fix
     plan = plan_placement(_meta(_Reads), BUDGETS, keep="0")
@@ -205,17 +205,17 @@ def test_averages():
     averages = weft.averages(model)
     averages.update()
     other = nn.Linear(2, 2)
-    with told("engines/torch/optim/ema.py", "has different weights than") as it:
+    with told("engines/torch/compute/ema.py", "has different weights than") as it:
         averages.copy_to(other)
     it.run(averages=averages, model=model)
     with averages.swapped():
         model.state_dict()
-    with told("engines/torch/optim/ema.py", "these are not averages of this") as it:
+    with told("engines/torch/compute/ema.py", "these are not averages of this") as it:
         averages.load_state_dict(weft.averages(weft.average_weights(other, ctx)[0]).state_dict())
     it.run(averages=averages, saved=averages.state_dict())
 
     held = weft.averages(weft.average_weights(_net(), ctx)[0])
-    with told("engines/torch/optim/ema.py", "is gone") as it:
+    with told("engines/torch/compute/ema.py", "is gone") as it:
         held.update()
     assert it.fix == "keep the model in a variable"
     model, ctx = weft.average_weights(_net(), weft.local())
@@ -231,7 +231,7 @@ def test_other_parameters_are_trained_than_are_averaged():
 
     model, ctx = weft.average_weights(begin(), weft.local())
     model[0].requires_grad_(True)
-    with told("engines/torch/optim/ema.py", "are trained now") as it:
+    with told("engines/torch/compute/ema.py", "are trained now") as it:
         weft.averages(model).update()
     averages = weft.averages(it.run(model=model, ctx=weft.undo(model, ctx)[1])["model"])
     averages.update()
@@ -257,13 +257,13 @@ def _step(model, optimizer):
 
 def test_options_of_local_steps():
     lines = []
-    with told("engines/torch/stepping/local_steps.py", "'every'") as it:
+    with told("engines/torch/steps/local.py", "'every'") as it:
         _local(every=0)
     lines.append(it)
-    with told("engines/torch/stepping/local_steps.py", "'fragments'") as it:
+    with told("engines/torch/steps/local.py", "'fragments'") as it:
         _local(fragments=3)
     lines.append(it)
-    with told("engines/torch/stepping/local_steps.py", "cannot be used") as it:
+    with told("engines/torch/steps/local.py", "cannot be used") as it:
         _local(outer="nesterov")
     for one in (*lines, it):
         model = _net()
@@ -274,10 +274,10 @@ def test_options_of_local_steps():
 
 def test_what_outer_makes():
     model, optimizer, _ = _local(outer=len)
-    with told("engines/torch/stepping/local_steps.py", "check_optimizer") as first:
+    with told("engines/torch/steps/local.py", "check_optimizer") as first:
         _step(model, optimizer)
     model, optimizer, _ = _local(outer=lambda p: torch.optim.SGD(p[1:], lr=0.7))
-    with told("engines/torch/stepping/local_steps.py", "over other parameters") as second:
+    with told("engines/torch/steps/local.py", "over other parameters") as second:
         _step(model, optimizer)
     for it in (first, second):
         model, optimizer, _ = _local(**eval(f"dict({it.fix})", {"torch": torch}))
@@ -289,21 +289,21 @@ def test_local_steps(tmp_path):
     state, ctx = weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)
     _step(model, optimizer)
     names = {"averaged": averaged, "model": model, "optimizer": optimizer, "ctx": ctx, "evaluate": lambda m: m(X)}
-    with averaged(model, ctx), told("engines/torch/stepping/local_steps.py", "a step while the module") as it:
+    with averaged(model, ctx), told("engines/torch/steps/local.py", "a step while the module") as it:
         optimizer.step()
     it.run(**names)
-    with averaged(model, ctx), told("engines/torch/stepping/local_steps.py", "save: the module") as it:
+    with averaged(model, ctx), told("engines/torch/steps/local.py", "save: the module") as it:
         weft.save(state, tmp_path, 1, ctx)
     it.run(**names, state=state, directory=tmp_path, step=1)
 
     model = _net()
-    with told("engines/torch/stepping/local_steps.py", "does not hold exactly") as it:
+    with told("engines/torch/steps/local.py", "does not hold exactly") as it:
         weft.local_steps(model, _sgd(model[0]), weft.local(), every=2)
     optimizer = it.run(torch=torch, model=model)["optimizer"]
     model, optimizer, ctx = weft.local_steps(model, optimizer, weft.local(), every=1, outer=OUTER)
     _step(model, optimizer)
     model[0].requires_grad_(False)
-    with told("engines/torch/stepping/local_steps.py", "differ from those of the first step") as it:
+    with told("engines/torch/steps/local.py", "differ from those of the first step") as it:
         _step(model, optimizer)
     it.run(model=model, optimizer=optimizer, ctx=ctx)
     _step(model, optimizer)
@@ -315,7 +315,7 @@ def test_local_steps(tmp_path):
 def test_optimizers_that_look_at_whole_tensors():
     model = _net()
     optimizer = torch.optim.Adafactor(model.parameters())
-    with told("engines/torch/optim/flat_step.py", "leave weft.") as it:
+    with told("engines/torch/steps/swapped.py", "leave weft.") as it:
         weft.step_in_backward(optimizer, weft.local())
     assert it.fix == "leave weft.step_in_backward out"
     _step(model, optimizer)
@@ -324,14 +324,14 @@ def test_optimizers_that_look_at_whole_tensors():
 def test_steps_in_backward():
     model = _net()
     optimizer, ctx = weft.step_in_backward(_sgd(model), weft.local())
-    with told("engines/torch/stepping/backward_step.py", "a second gradient of one parameter") as it:
+    with told("engines/torch/steps/in_backward.py", "a second gradient of one parameter") as it:
         for _ in range(2):
             model(X).sum().backward()
     optimizer.step()
     for _ in range(2):
         it.run(loss=model(X).sum(), optimizer=optimizer)
 
-    with told("engines/torch/stepping/backward_step.py", "needs the gradients of all parameters") as it:
+    with told("engines/torch/steps/in_backward.py", "needs the gradients of all parameters") as it:
         weft.clip_grads(model, ctx, max_norm=1.0)
     assert it.fix == "leave step_in_backward out, or clip_grads"  # without clip_grads it is the loop above
     model = _net()
@@ -364,7 +364,7 @@ class _TwoHeads(nn.Module):
 def test_unused_parameters_in_an_elastic_job():
     ctx = replace(weft.local(), replicas=_Replicas())
     first, _ = weft.replicate(_TwoHeads(), ctx)
-    with told("engines/torch/stepping/replica_average.py", "got no gradient") as it:
+    with told("engines/torch/reducing/replica_average.py", "got no gradient") as it:
         first(X).sum().backward()
     assert it.fix.startswith('weft.replicate(..., unused="zero"), or requires_grad_(False) on them; on all of _Two')
     zero, _ = weft.replicate(_TwoHeads(), ctx, unused="zero")

@@ -74,7 +74,7 @@ def each(ctx, *programs):
 
 def _gradients_of_gradients(ctx):
     model, optimizer, _ = under(weft.replicate, ctx)
-    with told("engines/torch/ddp/reducer.py", "create_graph=True through") as it:
+    with told("engines/torch/reducing/reducer.py", "create_graph=True through") as it:
         model(x_of(ctx)).square().mean().backward(create_graph=True)
     assert 'gradient = weft.reduce(gradient, ctx, "mean", grad=True)' in it.fix
     whole = weft.gather(x_of(ctx), ctx)
@@ -99,7 +99,7 @@ def _gradients_of_gradients(ctx):
 def _two_backward_passes(ctx):
     model, _ = weft.replicate(Net(), ctx, unused="zero")
     one, two = model(x_of(ctx)).sum(0)
-    with told("engines/torch/ddp/transport.py", "a second backward") as it:
+    with told("engines/torch/reducing/transport.py", "a second backward") as it:
         one.backward(retain_graph=True)
         two.backward()
     assert it.fix == "add the losses up and call backward once"
@@ -112,7 +112,7 @@ def _after_the_end(ctx):
     inner = weft.adopt()
     model, inner = weft.replicate(Net(), inner)
     inner.close()
-    with told("engines/torch/ddp/transport.py", "after its context was closed") as it:
+    with told("engines/torch/reducing/transport.py", "after its context was closed") as it:
         model(x_of(ctx)).sum().backward()
     inner = weft.adopt()
     model, inner = weft.replicate(Net(), inner)
@@ -123,7 +123,7 @@ def _after_the_end(ctx):
 
 def _past_forward(ctx):
     model, _, _ = under(weft.replicate, ctx)
-    with told("engines/torch/hooks/past_forward.py", "past forward") as it:
+    with told("engines/torch/hooks/bypassed_forward.py", "past forward") as it:
         model.encode(x_of(ctx)).sum().backward()
     model = Net()
     listed, instead = it.fix.split("; or ")
@@ -134,7 +134,7 @@ def _past_forward(ctx):
     model(x_of(ctx)).sum().backward()
 
     model, _, _ = under(zero, ctx)
-    with told("engines/torch/hooks/past_forward.py", "past forward") as it:
+    with told("engines/torch/hooks/bypassed_forward.py", "past forward") as it:
         model.encode(x_of(ctx)).sum().backward()
     assert it.fix.startswith("weft.zero_partition(..., methods=('encode',)); or model(...)")
     model = Net()
@@ -142,7 +142,7 @@ def _past_forward(ctx):
     (model.encode(x_of(ctx)).sum() + model(x_of(ctx)).sum()).backward()
 
     model, _, _ = under(weft.replicate, ctx, nn.Sequential(nn.Linear(4, 4)))
-    with told("engines/torch/hooks/past_forward.py", "past forward") as it:
+    with told("engines/torch/hooks/bypassed_forward.py", "past forward") as it:
         model[0](x_of(ctx)).sum().backward()
     assert it.fix == "model(...)  # in place of model[0](...)"
     model(x_of(ctx)).sum().backward()
@@ -151,7 +151,7 @@ def _past_forward(ctx):
 def _hooks(ctx):
     model, optimizer, _ = under(weft.replicate, ctx)
     hooks = [p.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad)) for p in model.parameters()]
-    with told("engines/torch/ddp/trained.py", "hooks on parameters of") as it:
+    with told("engines/torch/reducing/trained.py", "hooks on parameters of") as it:
         model(x_of(ctx)).sum().backward()
     for hook in hooks:
         hook.remove()
@@ -164,7 +164,7 @@ def _hooks(ctx):
 def _step_in_a_hook(ctx):
     model, optimizer, _ = under(weft.replicate, ctx)
     hook = model.head.bias.register_hook(lambda _: optimizer.step())
-    with told("engines/torch/optim/step_watch.py", "were updated inside a backward pass") as it:
+    with told("engines/torch/steps/watch.py", "were updated inside a backward pass") as it:
         model(x_of(ctx)).sum().backward()
     hook.remove()
     it.run(loss=model(x_of(ctx)).sum(), optimizer=optimizer)
@@ -184,7 +184,7 @@ def test_backward_passes():
 def _moved(ctx):
     model, optimizer, here = under(weft.replicate, ctx)
     model.double()
-    with told("engines/torch/ddp/trained.py", "was moved or converted") as it:
+    with told("engines/torch/reducing/trained.py", "was moved or converted") as it:
         model(x_of(ctx).double())
     assert it.fix == "model.to(...); model, ctx = weft.replicate(model, ctx)  # in this order; or weft.undo before it"
     model, optimizer, _ = under(weft.replicate, ctx, Net().to(torch.float64))
@@ -196,7 +196,7 @@ def _moved(ctx):
 
     model, optimizer, here = under(zero, ctx)
     model.double()
-    with told("engines/torch/ddp/trained.py", "was moved or converted") as it:
+    with told("engines/torch/reducing/trained.py", "was moved or converted") as it:
         model(x_of(ctx).double())
     assert it.fix.startswith("model.to(...); model, optimizer, ctx = weft.zero_partition(...)")
     model, optimizer, _ = under(zero, ctx, Net().to(torch.float64))
@@ -288,20 +288,20 @@ def _adam(model):
 def _flat_buffers(ctx):
     model, _ = weft.replicate(Net(), ctx, flat=True)
     model.double()
-    with told("engines/torch/ddp/flat_buffer.py", "moved out of the flat buffer") as it:
+    with told("engines/torch/reducing/flat_buffer.py", "moved out of the flat buffer") as it:
         model(x_of(ctx).double())
     assert it.fix == "move or cast the model before weft.replicate"
     model, _ = weft.replicate(Net().double(), ctx, flat=True)
     train(model, sgd(model), ctx, kind=torch.float64)
 
-    with told("engines/torch/optim/flat_step.py", "may be without gradient") as it:
+    with told("engines/torch/reducing/flat_step.py", "may be without gradient") as it:
         _flat(ctx, unused="zero")
     model, here = eval(it.fix, {"weft": weft, "model": Net(), "ctx": ctx})
     optimizer, _ = weft.fuse_step(sgd(model), here)
     train(model, optimizer, ctx)
 
     model, here = weft.replicate(Net(), ctx)
-    with told("engines/torch/optim/flat_step.py", "are not in a flat buffer") as it:
+    with told("engines/torch/reducing/flat_step.py", "are not in a flat buffer") as it:
         weft.fuse_step(sgd(model), here)
     names = it.run(model=Net(), ctx=ctx)
     optimizer, _ = weft.fuse_step(sgd(names["model"]), names["ctx"])
@@ -313,7 +313,7 @@ def _states(ctx):
     train(model, optimizer, ctx, steps=1)
     state = optimizer.state_dict()
     state["state"][0]["step"] += 1
-    with told("engines/torch/optim/flat_step.py", "differs between parameters") as it:
+    with told("engines/torch/reducing/flat_step.py", "differs between parameters") as it:
         optimizer.load_state_dict(state)
     assert it.fix == "load the state before weft.fuse_step, or continue without it"
     model, here = weft.replicate(Net(), ctx, flat=True)
@@ -332,7 +332,7 @@ def _groups(ctx):
         return optimizer
 
     optimizer = added(_flat)
-    with told("engines/torch/optim/flat_step.py", "the parameter groups of the optimizer changed") as it:
+    with told("engines/torch/reducing/flat_step.py", "the parameter groups of the optimizer changed") as it:
         optimizer.step()
     model, here = weft.replicate(Net(), ctx, flat=True)
     optimizer = sgd(model.head)
@@ -346,7 +346,7 @@ def _groups(ctx):
     model, optimizer, _ = weft.zero_partition(model, sgd(model.head), ctx, stage=1)
     model.body.requires_grad_(True)
     optimizer.add_param_group({"params": list(model.body.parameters())})
-    with told("engines/torch/optim/zero1_step.py", "got other parameters") as it:
+    with told("engines/torch/steps/shards.py", "got other parameters") as it:
         model(x_of(ctx)).sum().backward()
         optimizer.step()
     model = Net()
@@ -367,7 +367,7 @@ def _groups(ctx):
         return model, optimizer
 
     model, optimizer = owned("after")
-    with told("engines/torch/stepping/owner_step.py", "got other parameters") as it:
+    with told("engines/torch/steps/by_owner.py", "got other parameters") as it:
         train(model, optimizer, ctx)
     assert it.fix == 'optimizer.add_param_group(...); optimizer, ctx = weft.gather_step(optimizer, ctx, by="owner")'
     train(*owned("before"), ctx)
@@ -376,7 +376,7 @@ def _groups(ctx):
 def _steps(ctx):
     model, optimizer, _ = _flat(ctx)
     model(x_of(ctx)).sum().backward()
-    with told("engines/torch/optim/closures.py", "step() was called with a closure") as it:
+    with told("engines/torch/steps/swapped.py", "step() was called with a closure") as it:
         optimizer.step(lambda: model(x_of(ctx)).sum())
 
     def closure():
@@ -390,7 +390,7 @@ def _steps(ctx):
     optimizer.zero_grad()
     model(x_of(ctx)).sum().backward()
     model.head.bias.grad = None
-    with told("engines/torch/optim/flat_step.py", "have no gradient") as it:
+    with told("engines/torch/reducing/flat_step.py", "have no gradient") as it:
         optimizer.step()
     assert it.fix == "optimizer.zero_grad() for all, or continue without weft.fuse_step"
     optimizer.zero_grad()
@@ -405,7 +405,7 @@ def _optimizer_of_another_model(ctx):
     for kind in (torch.optim.SGD, Mine):
         optimizer = kind(Net().parameters(), lr=0.1)
         model, _ = weft.replicate(Net(), ctx)
-        with told("engines/torch/optim/step_watch.py", "updates none of the parameters") as it:
+        with told("engines/torch/steps/watch.py", "updates none of the parameters") as it:
             train(model, optimizer, ctx)
         model.zero_grad()
         train(model, it.run(torch=torch, Mine=Mine, model=model)["optimizer"], ctx)
@@ -418,7 +418,7 @@ def _gradients_by_hand(ctx):
     def gradients():
         return zip(parameters, torch.autograd.grad(model(x_of(ctx)).sum(), parameters), strict=True)
 
-    with told("engines/torch/optim/step_watch.py", "that were not averaged over the ranks") as it:
+    with told("engines/torch/steps/watch.py", "that were not averaged over the ranks") as it:
         for p, gradient in gradients():
             p.grad = gradient
         optimizer.step()
@@ -432,7 +432,7 @@ def _gradients_by_hand(ctx):
     optimizer.zero_grad()
     train(model, optimizer, ctx)
 
-    with told("engines/torch/optim/step_watch.py", "that were not averaged over the ranks"):
+    with told("engines/torch/steps/watch.py", "that were not averaged over the ranks"):
         windows_in_part(weft.replicate, ctx, breaks=True)
     windows_in_part(weft.replicate, ctx, breaks=False)
 
@@ -442,7 +442,7 @@ def _second_optimizer(ctx):
     model, _, here = weft.local_steps(model, sgd(model), ctx, every=1)
     optimizer = sgd(model)
     model(x_of(ctx)).square().mean().backward()
-    with told("engines/torch/stepping/local_steps.py", "a step of another") as it:
+    with told("engines/torch/steps/local.py", "a step of another") as it:
         optimizer.step()
     it.run(model=model, optimizer=optimizer, ctx=here)
     train(model, optimizer, ctx)
@@ -567,7 +567,7 @@ def _not_called(ctx):
     model = Net()
     model, optimizer, _ = weft.zero_partition(model, torch.optim.Adam(model.parameters()), ctx, stage=1)
     optimizer.step = lambda: torch.optim.Adam.step.__wrapped__(optimizer)
-    with told("engines/torch/optim/step_watch.py", "steps on whole parameters") as it:
+    with told("engines/torch/steps/watch.py", "steps on whole parameters") as it:
         train(model, optimizer, ctx)
     assert it.fix.startswith("optimizer.step()  # of Adam itself; or pip install")
     model = Net()

@@ -9,7 +9,7 @@ import weft
 from tests.gpu.device import COMPILER, DEVICE, DRY, SHARDED, needs, on_ranks
 from tests.host_reads import HostReads
 from weft.engines.options import ReduceOptions
-from weft.engines.torch.stepping.replica_average import ReplicaAverage
+from weft.engines.torch.reducing.replica_average import ReplicaAverage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # torch warns of devices in its own ways
 

@@ -16,8 +16,8 @@ from tests.variants import slow
 from weft.context import World
 from weft.peers import agreement
 from weft.peers.agreement import agree, disagree, exchange
-from weft.peers.board import Board
 from weft.peers.liveness import announce
+from weft.peers.store import RankStore
 from weft.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 def _counts(patch):
     """Count the requests of this process by name, and the bytes of what they send and get, those of its watch apart."""
-    requests, moved, real = collections.Counter(), collections.Counter(), Board._request
+    requests, moved, real = collections.Counter(), collections.Counter(), RankStore._request
 
     def size(value):
         if isinstance(value, (list, tuple)):
@@ -39,14 +39,14 @@ def _counts(patch):
             moved["bytes"] += size(arguments) + size(found)
         return found
 
-    patch.setattr(Board, "_request", request)
+    patch.setattr(RankStore, "_request", request)
     return requests, moved
 
 
 def _in_threads(n, work, **options):
     """What `work(world)` returns or raises on each of n ranks, which are threads of this process."""
     store, ranks = dist.HashStore(), tuple(range(n))
-    worlds = [World(ranks=ranks, rank=rank, store=Board(store, limit_s=5), notes=[], **options) for rank in ranks]
+    worlds = [World(ranks=ranks, rank=rank, store=RankStore(store, limit_s=5), notes=[], **options) for rank in ranks]
     for world in worlds:
         announce(world)
     with concurrent.futures.ThreadPoolExecutor(n) as threads:

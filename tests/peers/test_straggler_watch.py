@@ -17,9 +17,9 @@ from tests.variants import slow
 from weft.context import World
 from weft.peers import liveness, straggler_watch
 from weft.peers.agreement import agree, exchange
-from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import listening_ports
 from weft.peers.liveness import announce, check_failed, culprit, report_failure
+from weft.peers.store import RankStore, StoreLost
 from weft.testing import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -173,7 +173,7 @@ def test_ports_at_which_this_process_listens():
 
 
 def _pair():
-    board = Board(dist.HashStore(), limit_s=1)
+    board = RankStore(dist.HashStore(), limit_s=1)
     worlds = [World(ranks=[0, 1], rank=rank, store=board, timeout_s=1) for rank in range(2)]
     for world in worlds:
         announce(world)
@@ -214,7 +214,7 @@ def test_ranks_that_meet_for_different_things():
 def test_a_store_that_is_gone_is_named():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-    board = Board(dist.PrefixStore("a", client), limit_s=1, server=0)
+    board = RankStore(dist.PrefixStore("a", client), limit_s=1, server=0)
     assert board.port == server.port
     board.below("b").write("key", [1])
     assert board.read("b/key") == [1] and not board.has("key")
@@ -257,7 +257,7 @@ class _NoGroup:
 
 
 def _rank_of(store, rank):
-    return World(ranks=[0, 1], rank=rank, store=Board(store, limit_s=5), group=_NoGroup())
+    return World(ranks=[0, 1], rank=rank, store=RankStore(store, limit_s=5), group=_NoGroup())
 
 
 @pytest.mark.parametrize("machine", ["this", "another"])

@@ -200,7 +200,7 @@ def test_the_layers_hold():
         ("transforms/fuse_step.py", "import weft.cli", r"fuse_step -> weft\.cli \(l\.\d+\)"),
         ("errors.py", "from weft.tensors.nested import leaves", r"errors -> weft\.tensors\.nested \(l\.\d+\)"),
         (
-            "engines/torch/ddp/flat_buffer.py",
+            "engines/torch/reducing/flat_buffer.py",
             "from weft.context import DistContext",
             r"flat_buffer -> weft\.context \(l\.\d+\)",
         ),

@@ -512,7 +512,7 @@ def test_every_error_of_the_package_has_the_three_lines():
         "sources.py",
         "devices.py",
         "random_states.py",
-        "generator_state.py",
+        "rng_state.py",
         "sampler_state.py",
         "json_values.py",
         "containers.py",

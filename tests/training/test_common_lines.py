@@ -16,7 +16,7 @@ import weft
 from tests.variants import slow, slow_cases
 from weft.engines.torch.parts.dtensor_reads import check_reads
 from weft.errors import ContractError, WeftError
-from weft.tensors.dtensor import full_tensor
+from weft.tensors.blocks import full_tensor
 from weft.testing import RanksFailed, run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "common_lines.md"

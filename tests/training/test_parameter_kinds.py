@@ -6,7 +6,7 @@ from torch import nn
 
 import weft
 from tests.variants import slow_cases
-from weft.tensors.dtensor import full_tensor
+from weft.tensors.blocks import full_tensor
 from weft.testing import largest_difference, run_ranks
 
 STRATEGIES = ("replicate", "unused", "flat", "fuse_step", "fully_shard", "zero1", "zero2", "zero3")

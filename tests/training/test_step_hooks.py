@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import weft
 from weft.engines.torch.hooks.every_optimizer import before_every_step
-from weft.engines.torch.optim.step_watch import Steps
+from weft.engines.torch.steps.watch import Steps
 from weft.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")

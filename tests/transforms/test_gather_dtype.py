@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
-from weft.engines.torch.amp import cast_again
 from weft.testing import largest_difference, run_ranks
 
 bf16, f32 = torch.bfloat16, torch.float32

@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 import weft
 from weft import torch_internals
 from weft.contract import GradSync, offered
-from weft.engines.torch.ddp.buckets import Buckets
-from weft.engines.torch.hooks.past_forward import methods_that_call
+from weft.engines.torch.hooks.bypassed_forward import methods_that_call
+from weft.engines.torch.reducing.buckets import Buckets
 from weft.testing import largest_difference, run_ranks
 
 

@@ -24,7 +24,7 @@ from tests.variants import slow
 from weft import Precision
 from weft.engines.torch.amp.graph_walk import running_backward
 from weft.precision import LossScaling
-from weft.tensors.dtensor import full_tensor
+from weft.tensors.blocks import full_tensor
 from weft.testing import largest_difference, run_ranks
 
 f16, f32, f64, bf16 = torch.float16, torch.float32, torch.float64, torch.bfloat16

@@ -18,8 +18,8 @@ import weft
 import weft.cli
 from weft.checkpoint.format.manifest import Piece, TensorEntry
 from weft.checkpoint.format.safetensors_read import TensorFiles, in_order
-from weft.checkpoint.format.tensor_blocks import Block
 from weft.errors import CheckpointError
+from weft.tensors.blocks import Block
 from weft.testing import run_ranks
 from weft.weights.hf_layout import num_bytes
 

@@ -1,16 +1,16 @@
 """Checkpoints: state that survives anything, at any world size and under any strategy.
 
-save.py        `save`
-save_async.py  `save_async`: the same beside the program
-staging.py     the memory that it copies the state into
-draft.py       what a rank brings, and how the main rank makes a whole of it; which older ones go
-compare_replicas.py    whether ranks that hold the same tensor hold the same values
-restore.py     `restore`
-reader.py      which bytes of which files this rank needs
-history.py     which checkpoints of a directory belong to a run
-format/        what a checkpoint is on disk
-storage/       where checkpoints lie, in a directory or at a URL, and which there are
-state/         objects as tensors and plain values, and back
+save.py              `save`
+save_async.py        `save_async`: the same beside the program
+staging.py           the memory that it copies the state into
+draft.py             what a rank brings, and how the main rank makes a whole of it; which older ones go
+compare_replicas.py  whether ranks that hold the same tensor hold the same values
+restore.py           `restore`
+reader.py            which bytes of which files this rank needs
+history.py           which checkpoints of a directory belong to a run
+format/              what a checkpoint is on disk
+storage/             where checkpoints lie, in a directory or at a URL, and which there are
+state/               objects as tensors and plain values, and back
 
 [Note: format] A checkpoint is a folder `step-<number>` with one safetensors file per rank and
 `manifest.json`: for each tensor its dtype, shape and pieces (file, offsets, shape); plain values as

@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 import torch
 
-from weft.checkpoint.format.tensor_blocks import memory_of
 from weft.errors import CheckpointError, listed
+from weft.tensors.blocks import memory_of
 
 Replicas: TypeAlias = Mapping[str, Mapping[str, int]]  # by object and ranks that hold them alike: numbers by name
 _COLUMNS = 1024

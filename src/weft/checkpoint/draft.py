@@ -29,7 +29,7 @@ from weft.checkpoint.format.manifest import (
     parse_manifest,
     step_of,
 )
-from weft.checkpoint.format.tensor_blocks import Block, Held, holders, writers
+from weft.checkpoint.format.tensor_blocks import holders, writers
 from weft.checkpoint.history import History, history_of
 from weft.checkpoint.state.collect import Checkpoint, Content, collect
 from weft.checkpoint.state.other_ranks import add_elsewhere
@@ -40,6 +40,7 @@ from weft.collectives.on_all_ranks import from_main, gathered, gathered_on_main
 from weft.context import DistContext
 from weft.context.placement import readable
 from weft.errors import CheckpointError, listed
+from weft.tensors.blocks import Block, Held
 
 Write: TypeAlias = Callable[[IO[bytes]], FileEntry]  # writes the file of this rank
 

@@ -15,13 +15,13 @@ from torch.autograd.graph import increment_version
 
 from weft.checkpoint.format.manifest import Manifest, check_place
 from weft.checkpoint.format.safetensors_read import TensorFiles
-from weft.checkpoint.format.tensor_blocks import Block, Held, whole
 from weft.checkpoint.format.transfer import Stored, Transfer, are_equal, in_parts, is_faithful, transfer
 from weft.checkpoint.storage.directory import Directory
 from weft.checkpoint.storage.find import check_files
 from weft.collectives.on_all_ranks import num_threads
 from weft.context import DistContext
 from weft.errors import CheckpointError
+from weft.tensors.blocks import Block, Held, sharded_as, whole
 
 
 class Reader:
@@ -54,7 +54,7 @@ class Reader:
         device = like.local.device if like is not None and like.is_sharded else torch.device("cpu")
         values = torch.empty(block.shape, dtype=stored.dtype, device=device)
         self._new.append(Transfer(stored, block, values))
-        return values if like is None else like.sharded_alike(values)
+        return values if like is None else sharded_as(values, like.tensor)
 
     def request_into(self, name: str, held: Held) -> None:
         """Let `read_live` replace the values that a tensor has.

@@ -30,9 +30,9 @@ from weft.launching.plan import MEETING_S, Plan, make_plan, secret_of
 from weft.launching.rank_main import run_target
 from weft.launching.replicas import LocalNode, supervise_replicas
 from weft.launching.slurm import batch_script
-from weft.peers.board import SECRET_VARIABLE
 from weft.peers.connect import is_here, reach
 from weft.peers.replica_groups import REPLICA_VARIABLE
+from weft.peers.store import SECRET_VARIABLE
 
 
 def add_parser(commands: Any) -> None:

@@ -16,7 +16,7 @@ from weft.errors import WeftError, value_error
 from weft.peers.liveness import exception_text
 from weft.peers.pretended import Mail
 from weft.rehearsal.changes import Change, applied, smallest
-from weft.rehearsal.distinct import distinct_ranks
+from weft.rehearsal.distinct_ranks import distinct_ranks
 from weft.rehearsal.messages import Links
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.script import rehearse_script

@@ -14,7 +14,7 @@ from weft.collectives.tensors import reduce
 from weft.context import DistContext
 from weft.peers.agreement import disagree, wait_for_key
 from weft.peers.liveness import exception_text, peer_error
-from weft.tensors.control import control_device
+from weft.tensors.messages import control_device
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -17,9 +17,9 @@ from weft.context.guards import line_outside
 from weft.engines.torch_errors import is_communication_error
 from weft.errors import ContextError, listed, type_error
 from weft.peers.agreement import agree
-from weft.peers.board import StoreLost
 from weft.peers.gloo_connections import never_destroy
 from weft.peers.liveness import absent, check_failed, culprit, late, peer_error
+from weft.peers.store import StoreLost
 from weft.tensors.dtensor import axes_of, is_sharded
 from weft.tensors.nested import leaves, map_tensors
 from weft.tensors.pairwise import in_pairs, pair_rounds

@@ -1,16 +1,16 @@
 """The context: where we run and what was done so far.
 
-distcontext.py  the value, and the record of one transform in it
-rank_facts.py   its numbers: ranks, axes, coordinates
-sub_contexts.py smaller contexts: along axes, over some ranks, for one rank
-guards.py       whether a collective may run on it
-explain.py      as text
-start.py        making one; the only reader of the environment
-settings.py     which layer sets what
-config.py       the file that settings may come from
-placement.py    values and modules brought to the device of a context
-preemption.py   the end of a job that is asked to end
-shutdown.py     groups of a world, and its orderly end
+distcontext.py   the value, and the record of one transform in it
+rank_facts.py    its numbers: ranks, axes, coordinates
+sub_contexts.py  smaller contexts: along axes, over some ranks, for one rank
+guards.py        whether a collective may run on it
+explain.py       as text
+start.py         making one; the only reader of the environment
+settings.py      which layer sets what
+config.py        the file that settings may come from
+placement.py     values and modules brought to the device of a context
+preemption.py    the end of a job that is asked to end
+shutdown.py      groups of a world, and its orderly end
 """
 
 from weft.context.distcontext import Applied, DistContext

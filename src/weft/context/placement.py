@@ -12,8 +12,8 @@ from weft.context import DistContext
 from weft.engines import Spmd
 from weft.engines.results import Undoable
 from weft.errors import listed, value_error
-from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.quantized import keep_order
+from weft.tensors.remote_parameter import is_elsewhere
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Self
 from weft.context.distcontext import DistContext
 from weft.errors import ContractError, listed, value_error
 from weft.peers.agreement import wait_for_key
-from weft.peers.board import Board, StoreLost
+from weft.peers.store import RankStore, StoreLost
 from weft.peers.world import PREEMPTED, SAME_SIGNAL_S, World
 
 _PERIOD_S = 0.5
@@ -249,7 +249,7 @@ class Preemption:
         self.reason = store.get(f"{self._key}/asked").decode()
         return float(last)
 
-    def _silent(self, store: Board) -> list[int]:
+    def _silent(self, store: RankStore) -> list[int]:
         """The ranks that have not written down a step."""
         said = store.values([f"{self._key}/at/{rank}" for rank in range(self._world.size)])
         return [rank for rank, step in enumerate(said) if step is None and rank != self._world.rank]

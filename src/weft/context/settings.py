@@ -16,8 +16,8 @@ from weft import torch_internals
 from weft.engines.probes import PROBE_MODES, ProbeMode
 from weft.environments.joined import JOINED_VARIABLE
 from weft.errors import ContextError, listed
-from weft.peers.board import SECRET_VARIABLE
 from weft.peers.replica_groups import REPLICA_VARIABLE
+from weft.peers.store import SECRET_VARIABLE
 
 NOT_DATA_AXES = frozenset(
     {"tensor", "context", "sequence", "pipeline", "tp", "cp", "sp", "pp"}

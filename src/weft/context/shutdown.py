@@ -20,9 +20,9 @@ from weft.engines.torch_errors import is_communication_error, mixed_kinds_error
 from weft.environments.joined import forget_joined
 from weft.errors import ContextError, PeerError
 from weft.peers.agreement import agree
-from weft.peers.board import StoreLost
 from weft.peers.gloo_connections import abort_groups, groups_among, never_destroy
 from weft.peers.liveness import culprit, exception_text, late, part, wait_for_parting
+from weft.peers.store import StoreLost
 from weft.peers.world import PREEMPTED, World
 from weft.tensors.dtensor import forget_groups
 

@@ -46,11 +46,11 @@ from weft.environments import Topology, topology
 from weft.environments.joined import is_inside_a_rank, note_joined
 from weft.errors import ContextError
 from weft.peers.agreement import exchange
-from weft.peers.board import SECRET_VARIABLE, Board
 from weft.peers.connect import open_store, reach
 from weft.peers.liveness import announce, check_failed, machine_id
 from weft.peers.pretended import PretendedGroup, check_not_pretended
 from weft.peers.replica_groups import REPLICA_VARIABLE, STORE, ReplicaGroup
+from weft.peers.store import SECRET_VARIABLE, RankStore
 from weft.peers.straggler_watch import watch
 from weft.peers.world import World
 from weft.version import __version__, newer_torch
@@ -332,7 +332,7 @@ def _replica_facts() -> dict[str, Any]:
     return dict(json.loads(text)) if text else {}
 
 
-def _board_of_replicas(place: Topology, settings: Settings, size: int, facts: Mapping[str, Any]) -> Board:
+def _board_of_replicas(place: Topology, settings: Settings, size: int, facts: Mapping[str, Any]) -> RankStore:
     """Where the replicas meet, each of so many ranks."""
     ranks = facts.get("ranks", 0)
     if ranks != size or not place.store_served:
@@ -347,9 +347,9 @@ def _board_of_replicas(place: Topology, settings: Settings, size: int, facts: Ma
     return _board(open_store(place, settings.timeout_s, serves=False), settings).below(STORE)
 
 
-def _board(store: dist.Store, settings: Settings, server: int = -1) -> Board:
+def _board(store: dist.Store, settings: Settings, server: int = -1) -> RankStore:
     secret = os.environ.get(SECRET_VARIABLE, "")
-    return Board(store, limit_s=settings.timeout_s, server=server, secret=secret)
+    return RankStore(store, limit_s=settings.timeout_s, server=server, secret=secret)
 
 
 def _resolved(place_source: str, config: str | Path | None, **arguments: object) -> Settings:
@@ -422,7 +422,7 @@ def _connect(
     atexit.register(shutdown.close_at_exit, world)
 
 
-def _check_own_device(world: World, store: Board, device: torch.device) -> None:
+def _check_own_device(world: World, store: RankStore, device: torch.device) -> None:
     """Raise on all ranks if two of them have the same device: NCCL would, later, and without saying which."""
     # With other values of this, NCCL takes ranks for ranks of several machines, which it lets have the same device.
     host = os.environ.get("NCCL_HOSTID", machine_id())
@@ -518,7 +518,7 @@ def _adopted(
         _check_pretended(pretended, dict(mesh[0]))
         place = _place_among(pretended)
     elif world.size > 1:
-        board = Board(torch_internals.default_store(), limit_s=timeout_s)
+        board = RankStore(torch_internals.default_store(), limit_s=timeout_s)
         board = board.below(f"weft/adopted/{ranks[0]}-{len(ranks)}")
         # Every adoption gets a board of its own; all members adopt in the same order.
         world.store = board.below(str(board.add(str(me), 1)))

@@ -14,7 +14,7 @@ from weft.context import DistContext
 from weft.contract.layout import apart_axes, axes_of_dims, gradient_axes, layouts
 from weft.contract.marks import marks_of, offered
 from weft.contract.protocols import KeepsParameters, ReducesIn, StreamsParts
-from weft.engines.torch.ddp.trained import is_reduced
+from weft.engines.torch.reducing.trained import is_reduced
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.agreement import compare, differing, exchange
 from weft.tensors.dtensor import is_fsdp, is_sharded

@@ -17,13 +17,13 @@ import torch
 from torch.autograd.graph import increment_version
 
 from weft.checkpoint.format.manifest import Manifest, TensorEntry
-from weft.checkpoint.format.tensor_blocks import Held
 from weft.checkpoint.state.apply import check_values, load_objects, put_weights, request
 from weft.checkpoint.state.collect import Checkpoint, collect
 from weft.checkpoint.state.random_states import random_state
 from weft.context import DistContext
 from weft.errors import CheckpointError
 from weft.peers.replica_groups import ReplicaGroup
+from weft.tensors.blocks import Held, sharded_as
 
 
 def give(
@@ -124,7 +124,7 @@ class Received:
     def request(self, name: str, like: Held | None) -> torch.Tensor:
         """A tensor that has arrived, sharded as `like`."""
         value = self._found(name, like)
-        return value if like is None else like.sharded_alike(value.to(like.local.device) if like.is_sharded else value)
+        return sharded_as(value.to(like.local.device), like.tensor) if like is not None and like.is_sharded else value
 
     def request_into(self, name: str, held: Held) -> None:
         """Let `read_live` replace the values of a tensor."""

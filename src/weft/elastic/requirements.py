@@ -17,7 +17,7 @@ from weft.checkpoint.state.collect import Checkpoint, check_state
 from weft.context import DistContext
 from weft.data.split.sharded_loader import ShardedLoader
 from weft.elastic.step_mark import averaged_parameters
-from weft.engines.torch.ddp.buckets import sparse_gradients
+from weft.engines.torch.reducing.buckets import sparse_gradients
 from weft.errors import ContextError, ContractError, listed, type_error, value_error
 from weft.peers.replica_groups import ReplicaGroup
 from weft.version import __version__

@@ -19,8 +19,7 @@ from weft.context import DistContext
 from weft.contract import GradSync, offered
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import local
-from weft.tensors.generator_state import generator_state, is_generator, prepare_generator
-from weft.tensors.rng_state import RngState
+from weft.tensors.rng_state import RngState, generator_state, is_generator, prepare_generator
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 

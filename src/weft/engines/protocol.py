@@ -33,14 +33,14 @@ if TYPE_CHECKING:  # an engine is imported when it is chosen
     from weft.engines.results import Axes, Held, Probed, ReducedModule, TensorParallel, Undoable
     from weft.engines.torch.amp.autocast import PreciseModule
     from weft.engines.torch.amp.loss_scale import LossScale
-    from weft.engines.torch.optim.ema import WeightAverages
-    from weft.engines.torch.optim.grad_norm import Gradients
-    from weft.engines.torch.optim.skip_step import SkippingStep
-    from weft.engines.torch.stepping.local_steps import LocalStepOptions
-    from weft.engines.torch.stepping.owners import Block
+    from weft.engines.torch.compute.ema import WeightAverages
+    from weft.engines.torch.compute.grad_norm import Gradients
+    from weft.engines.torch.steps.local import LocalStepOptions
+    from weft.engines.torch.steps.skip import SkippingStep
     from weft.engines.torch.streaming.slots import Fill
     from weft.engines.torch.streaming.stream import StreamOptions
     from weft.precision import PowerSGD
+    from weft.tensors.blocks import Block
 
 
 class Devices(Protocol):

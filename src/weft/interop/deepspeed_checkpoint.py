@@ -19,7 +19,6 @@ import torch
 
 from weft.checkpoint.draft import Keep, Outline, complete, outline_of, start_saving
 from weft.checkpoint.format.safetensors_write import tensor_writer
-from weft.checkpoint.format.tensor_blocks import hold
 from weft.checkpoint.history import history_of
 from weft.checkpoint.state.collect import Content
 from weft.checkpoint.state.json_values import encode
@@ -27,6 +26,7 @@ from weft.checkpoint.storage.find import place
 from weft.context import local
 from weft.engines import guest
 from weft.errors import CheckpointError
+from weft.tensors.blocks import hold
 
 
 def import_deepspeed(

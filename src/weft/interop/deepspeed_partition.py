@@ -21,13 +21,13 @@ from weft.engines.deepspeed.library import check_accelerator, deepspeed, load_as
 from weft.engines.deepspeed.partition import Partition, PartitionOptions
 from weft.engines.options import Offload
 from weft.engines.torch.amp.loss_scale import LossScale
-from weft.engines.torch.optim.flat_step import is_elementwise
+from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.ledger import Ledger
 from weft.peers.pretended import check_not_pretended
 from weft.sharding import check_optimizers, exchange_parameters, groups_of, sharding_axes
 from weft.sharding.meta import Source, is_meta
-from weft.tensors.elsewhere import is_elsewhere
+from weft.tensors.remote_parameter import is_elsewhere
 
 
 def zero_partition(

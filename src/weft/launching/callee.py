@@ -22,8 +22,8 @@ from weft.launching.failures import earlier_tracebacks
 from weft.launching.mailbox import CALL_FILE, ENDING_FILE, Call, dumps
 from weft.launching.plan import make_plan, secret_of
 from weft.launching.rank_main import as_rank
-from weft.peers.board import SECRET_VARIABLE
 from weft.peers.replica_groups import REPLICA_VARIABLE
+from weft.peers.store import SECRET_VARIABLE
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from weft.context.config import LAUNCH, Config, is_nodes
 from weft.context.settings import layered
 from weft.errors import ContextError
-from weft.peers.board import SECRET_VARIABLE
+from weft.peers.store import SECRET_VARIABLE
 
 FLAGS = MappingProxyType(
     {"script": "", "module": "-m", "program": "--no-python"}

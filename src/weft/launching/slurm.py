@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from weft.launching.plan import FLAGS, Plan
-from weft.peers.board import SECRET_VARIABLE
+from weft.peers.store import SECRET_VARIABLE
 
 
 def batch_script(

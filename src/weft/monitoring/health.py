@@ -28,10 +28,10 @@ from weft.checks import check_count
 from weft.collectives import gather_objects, reduce
 from weft.context import DistContext
 from weft.errors import value_error
-from weft.tensors.control import control_device
 from weft.tensors.dtensor import local
-from weft.tensors.elsewhere import is_elsewhere
+from weft.tensors.messages import control_device
 from weft.tensors.nested import leaves
+from weft.tensors.remote_parameter import is_elsewhere
 
 _FEWEST = 8  # losses before a jump can be distinguished from noise
 _MOST = 2**16  # sums that are kept between two calls

@@ -17,7 +17,7 @@ from weft.errors import ContextError, listed, value_error
 from weft.monitoring.flops import peak_flops as peak_of_device
 from weft.monitoring.peak_memory import used_bytes
 from weft.monitoring.values import seal_of
-from weft.tensors.control import control_device
+from weft.tensors.messages import control_device
 
 T = TypeVar("T")
 

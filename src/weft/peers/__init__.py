@@ -3,7 +3,7 @@
 world.py             the ranks of a context, and what is alive of them
 agreement.py         meetings of all ranks: values exchanged, facts compared
 liveness.py          which ranks live, which left, and which is to blame
-board.py             the store, whose requests have a time limit and whose values no stranger can write
+store.py             the store, whose requests have a time limit and whose values no stranger can write
 connect.py           can the address be reached at which ranks meet?
 straggler_watch.py   the threads that see who waits in vain
 gloo_connections.py  what ends a wait in vain: connections that are cut, groups that are aborted

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.errors import ContextError, PeerError, listed
-from weft.peers.board import Board, StoreLost
 from weft.peers.liveness import SLICE_S, blame, culprit, dead_near, peer_error
+from weft.peers.store import RankStore, StoreLost
 from weft.peers.world import Watcher, World
 
 _FIX = "compute these values from arguments that are equal on all ranks"
@@ -158,7 +158,7 @@ def _at(rank: int) -> str:
     return f"meet/at/{rank}"
 
 
-def _joined(world: World, store: Board, number: int, to: int | None) -> dict[str, Any]:
+def _joined(world: World, store: RankStore, number: int, to: int | None) -> dict[str, Any]:
     """What all ranks have brought to a meeting: each different value once, with the first and last of the ranks."""
     runs: dict[str, list[list[int]]] = {}
     for rank, text in enumerate(store.values([_at(rank) for rank in range(world.size)])):

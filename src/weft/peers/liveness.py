@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.errors import ContextError, PeerError, listed
-from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import connections, listening_ports
+from weft.peers.store import RankStore, StoreLost
 from weft.peers.world import PREEMPTED, STUCK_S, World
 
 SLICE_S = 0.5  # how long a key is waited for before the peers are checked for life
@@ -83,7 +83,7 @@ def late(world: World, what: str) -> tuple[int, str] | None:
     return missing[0], f"rank {listed(missing)} did not arrive within {world.timeout_s:g} s"
 
 
-def _is_missing(store: Board, member: int, mine: Mapping[str, int]) -> bool:
+def _is_missing(store: RankStore, member: int, mine: Mapping[str, int]) -> bool:
     """Whether a rank of the root that has not left has begun fewer collectives, or does not say how many."""
     at = f"watch/at/{member}"
     return not store.has(f"parted/{member}") and (
@@ -147,7 +147,7 @@ class Neighbours:
             if not world.store.has(f"parted/{rank}") and world.store.add(f"dead/{rank}", 1) == 1:
                 _leave_note(world, world.ranks[rank], _GONE, left=True, over=True, of=rank)
 
-    def _cut_off(self, world: World, store: Board) -> list[int]:
+    def _cut_off(self, world: World, store: RankStore) -> list[int]:
         """Ranks of other machines whose connections to the store, which lives in this process, are closed."""
         if self._far is None:
             keys = [f"peer/{rank}" for rank in range(world.size)] if store.port in listening_ports() else []
@@ -268,7 +268,7 @@ def blame(world: World, error: BaseException) -> tuple[int, str]:
     return world.ranks[world.rank], exception_text(error)
 
 
-def _is_dead(store: Board, rank: int) -> bool:
+def _is_dead(store: RankStore, rank: int) -> bool:
     """Whether the process of `rank` ran on this machine and does not any more."""
     key = f"peer/{rank}"
     return store.has(key) and _is_gone(store.read(key, "machine", "pid", "born"))

@@ -37,9 +37,9 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.errors import ContextError
-from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import connections, cut
 from weft.peers.quorum import Answer, Ask, Loop
+from weft.peers.store import RankStore, StoreLost
 from weft.peers.world import World
 from weft.tensors.pairwise import SmallSum
 
@@ -72,7 +72,7 @@ class ReplicaGroup:
 
     def __init__(
         self,
-        board: Board | None,
+        board: RankStore | None,
         name: str,
         most: int,
         inside: World,
@@ -171,7 +171,7 @@ class ReplicaGroup:
         self.vote()
         return answer
 
-    def _asked(self, board: Board, ask: Ask) -> Answer:
+    def _asked(self, board: RankStore, ask: Ask) -> Answer:
         """What the launcher answers to this replica."""
         self._meetings += 1
         me = f"{self.name}/{self.inside.rank}"
@@ -329,7 +329,7 @@ class _Lane:
 
 
 def _connect(
-    board: Board, index: int, size: int, is_hopeless: Callable[[], bool]
+    board: RankStore, index: int, size: int, is_hopeless: Callable[[], bool]
 ) -> tuple[Any, set[tuple[int, int]]] | None:
     """A group and the connections that it has made; None if a member does not come.
 
@@ -362,7 +362,7 @@ def _connect(
 class _Addresses(dist.Store):
     """What gloo takes for a store: it sends what one member writes to each of the others, so that no stranger can."""
 
-    def __init__(self, board: Board, index: int, size: int) -> None:
+    def __init__(self, board: RankStore, index: int, size: int) -> None:
         super().__init__()
         self._board, self._index = board, index
         self._others = [other for other in range(size) if other != index]
@@ -392,7 +392,7 @@ class _Addresses(dist.Store):
         return self._found[key]
 
 
-def _awaited(board: Board, key: str) -> dict[str, Any]:
+def _awaited(board: RankStore, key: str) -> dict[str, Any]:
     """Wait for an answer: as long as the others live they come, and the launcher ends those that hang."""
     while True:
         found = board.pop(key, 60.0)

@@ -40,9 +40,9 @@ import torch.distributed as dist
 
 from weft import torch_internals
 from weft.errors import ContextError, PeerError
-from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import abort_groups, cut, groups_among, listening_ports
 from weft.peers.liveness import Neighbours, is_behind
+from weft.peers.store import RankStore, StoreLost
 from weft.peers.world import World
 
 _TORCH = "torch.distributed.distributed_c10d"
@@ -51,7 +51,7 @@ _SURE_S = 1.5  # how long a rank has to stand still
 _STUCK_S = 4.0  # how long before it asks whether all the others do, too
 _STUCK_TOGETHER_S = 2.0  # and for how long they have to
 _RANKS_PER_S = 4000.0  # that may ask the store for news
-_CALL_THE_GROUP = ("weft.tensors.pairwise", "weft.engines.torch.ddp.flat_buffer")  # not torch's functions
+_CALL_THE_GROUP = ("weft.tensors.pairwise", "weft.engines.torch.reducing.flat_buffer")  # not torch's functions
 _NOT_THE_USER = ("weft", "torch", "contextlib", "threading")
 _BETWEEN_PAIRS = ("send", "recv", "isend", "irecv")  # functions of torch
 
@@ -129,11 +129,11 @@ class Watch:
                 return
             del world
 
-    def _guard(self, _: World, store: Board) -> bool:
+    def _guard(self, _: World, store: RankStore) -> bool:
         store.guard()
         return True
 
-    def _tick(self, world: World, store: Board) -> bool:
+    def _tick(self, world: World, store: RankStore) -> bool:
         """Answer those who wait, and see whether this rank waits in vain itself; False to end."""
         try:
             place = self._place()
@@ -160,7 +160,7 @@ class Watch:
             return False
         return True
 
-    def _read_notes(self, store: Board) -> None:
+    def _read_notes(self, store: RankStore) -> None:
         keys = [f"note/{number}" for number in range(len(self._notes) + 1, store.add("note/count", 0) + 1)]
         for key, text in zip(keys, store.values(keys) if keys else (), strict=True):
             if text is None:  # is being written
@@ -176,7 +176,7 @@ class Watch:
         idle_s = 0.0 if self._clock is None else self._cpu.seconds(time.clock_gettime(self._clock))
         return _collective() or ("a backward pass" if idle_s >= _SURE_S and _is_in_backward() else "")
 
-    def _look(self, world: World, store: Board, place: str) -> None:
+    def _look(self, world: World, store: RankStore, place: str) -> None:
         waits = _may_wait(world)
         still_s = self._still.seconds(world.sent() if waits else None)
         if not waits or still_s < _SURE_S:
@@ -201,7 +201,7 @@ class Watch:
         if still_s >= _STUCK_S and place:
             self._look_at_all(world, store, is_for_one=not waited_in)
 
-    def _look_at_all(self, world: World, store: Board, *, is_for_one: bool) -> None:
+    def _look_at_all(self, world: World, store: RankStore, *, is_for_one: bool) -> None:
         """Give up if all ranks wait, and not in the same collective; or this one for one rank, and some have left."""
         store.add("watch/asked", 1)
         left = {note["from"]: note for note in self._notes if note["left"]}
@@ -223,7 +223,7 @@ class Watch:
             text = f"waits in {place['in']} at {place['at']}, while rank {world.ranks[world.rank]} waits in {mine}"
             _give_up(world, world.ranks[others[0]], text, [])
 
-    def _stands(self, store: Board, note: dict[str, Any]) -> bool:
+    def _stands(self, store: RankStore, note: dict[str, Any]) -> bool:
         """Whether a rank that reported an error has begun no collective since."""
         asked, key = store.add("watch/asked", 1), f"watch/at/{note['from']}"
         if not store.has(key):

@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft import torch_internals
-from weft.peers.board import Board
 from weft.peers.pretended import PretendedGroup
+from weft.peers.store import RankStore
 
 SAME_SIGNAL_S = 1.0  # a scheduler and a launcher may send the same signal both, one right after the other
 PREEMPTED = 75  # exit code of a job that was asked to end and can be resumed; EX_TEMPFAIL of sysexits.h
@@ -123,7 +123,7 @@ class World:
     ranks: tuple[int, ...]
     rank: int
     group: dist.ProcessGroup | None = None
-    store: Board | None = None
+    store: RankStore | None = None
     timeout_s: float = 600.0
     owner: bool = False
     closed: bool = False

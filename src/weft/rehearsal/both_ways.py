@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from weft.errors import ContextError, listed
-from weft.rehearsal.distinct import facts
+from weft.rehearsal.distinct_ranks import facts
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.simulation.numbers import Endless, Numbers, read_about
 from weft.rehearsal.table import size_text

@@ -20,7 +20,7 @@ from weft.engines.torch.hooks.every_optimizer import sweep
 from weft.errors import ContextError, value_error
 from weft.peers.pretended import Mail, NotSent, PretendedGroup
 from weft.rehearsal.both_ways import both_ways
-from weft.rehearsal.distinct import distinct_ranks
+from weft.rehearsal.distinct_ranks import distinct_ranks
 from weft.rehearsal.messages import Links
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.simulation.lines import line_in

@@ -9,7 +9,7 @@ from torch import nn
 
 from weft import torch_internals
 from weft.contract.select_modules import Selection, select
-from weft.engines.torch.ddp.trained import is_reduced
+from weft.engines.torch.reducing.trained import is_reduced
 from weft.errors import AlreadyApplied, listed, value_error
 from weft.sharding.shard_checks import check_not_hooked
 from weft.tensors.dtensor import is_sharded

@@ -18,7 +18,7 @@ from weft.context import DistContext
 from weft.context.placement import value_device
 from weft.errors import listed, value_error
 from weft.peers.agreement import disagree
-from weft.tensors.elsewhere import is_elsewhere
+from weft.tensors.remote_parameter import is_elsewhere
 
 Weights = Mapping[str, torch.Tensor]
 WeightSource = Weights | Callable[[], Weights] | Literal["later"] | None

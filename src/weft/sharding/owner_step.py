@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from weft import torch_internals
 from weft.checks import is_of
 from weft.collectives import broadcast
 from weft.context import DistContext
 from weft.contract import StepsApart, offered
 from weft.contract.layout import axes_of_dims
 from weft.engines.results import Undoable
-from weft.engines.torch.optim.flat_step import is_elementwise
-from weft.engines.torch.stepping.owners import Block
+from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContractError, OrderError, value_error
+from weft.tensors.blocks import Block, block_at
 from weft.tensors.dtensor import is_sharded, local
-from weft.tensors.elsewhere import is_elsewhere
+from weft.tensors.remote_parameter import is_elsewhere
 
 
 def check_owners(what: str, optimizer: torch.optim.Optimizer) -> None:
@@ -99,7 +98,7 @@ def blocks_of(parameters: Iterable[torch.Tensor], ctx: DistContext) -> list[tupl
         placed: Any = parameter
         key: Any = (shape, placed.device_mesh, tuple(placed.placements)) if is_sharded(parameter) else shape
         if key not in known:
-            known[key] = _of_all(placed, ctx) if is_sharded(parameter) else (_block(shape),) * ctx.world_size
+            known[key] = _of_all(placed, ctx) if is_sharded(parameter) else (block_at(shape),) * ctx.world_size
         mine, held = known[key][ctx.rank].shape, local(parameter).shape
         if mine != tuple(held) and (held.numel() or math.prod(mine)):
             raise ContractError(
@@ -123,21 +122,5 @@ def _of_all(parameter: Any, ctx: DistContext) -> tuple[Block, ...]:
             for axis in axes:
                 index = index * ctx.axis_size(axis) + at[axis]
             place.append(index)
-        found.append(_block(tuple(parameter.shape), tuple(mesh.shape), place, parameter.placements))
+        found.append(block_at(tuple(parameter.shape), tuple(mesh.shape), place, parameter.placements))
     return tuple(found)
-
-
-def _block(
-    shape: tuple[int, ...], sizes: Sequence[int] = (), place: Sequence[int] = (), placements: Sequence[Any] = ()
-) -> Block:
-    """The block at one place of a mesh."""
-    offsets, lengths = [0] * len(shape), list(shape)
-    # What FSDP2 has cut is a part of what the other axes had left, though it comes first.
-    for dim in sorted(range(len(placements)), key=lambda one: torch_internals.strided_shard.holds(placements[one])):
-        if not placements[dim].is_replicate():
-            cut = placements[dim].dim
-            per_rank = -(-lengths[cut] // sizes[dim])
-            start = min(place[dim] * per_rank, lengths[cut])
-            offsets[cut] += start
-            lengths[cut] = min(per_rank, lengths[cut] - start)
-    return Block(tuple(offsets), tuple(lengths))

@@ -13,8 +13,8 @@ from weft import torch_internals
 from weft.context import DistContext
 from weft.contract import check_methods, check_quantized_weights
 from weft.engines.options import ShardOptions
-from weft.engines.torch.ddp.buckets import sparse_gradients
-from weft.engines.torch.optim.step_watch import optimizers_of
+from weft.engines.torch.hooks.every_optimizer import optimizers_of
+from weft.engines.torch.reducing.buckets import sparse_gradients
 from weft.errors import OrderError, listed, type_error, value_error
 from weft.sharding.meta import WeightSource, is_meta
 from weft.sharding.units import owner_units

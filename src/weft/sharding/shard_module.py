@@ -26,8 +26,8 @@ from weft.engines.options import OtherMesh, ShardOptions
 from weft.errors import ContextError, listed
 from weft.peers.agreement import exchange
 from weft.peers.ledger import Ledger
+from weft.sharding.layouts_over_axes import Dims, broadcast_state, facts_of, other_dims, put_on_our_mesh, reductions
 from weft.sharding.meta import Source, WeightSource, is_meta, place_real
-from weft.sharding.other_axes import Dims, broadcast_state, facts_of, other_dims, put_on_our_mesh, reductions
 from weft.sharding.shard_checks import (
     check_drawn,
     check_optimizers,
@@ -174,7 +174,7 @@ def exchange_parameters(
         for key, value in vars(old[name]).items():
             if key not in vars(parameter):
                 setattr(parameter, key, value)
-    from weft.engines.torch.optim.rebind import rebind  # noqa: PLC0415  (half a second of imports in torch)
+    from weft.engines.torch.steps.rebind import rebind  # noqa: PLC0415  (half a second of imports in torch)
 
     rebind(optimizers, {old[name]: parameter for name, parameter in new.items()})
 

@@ -16,12 +16,13 @@ from weft.collectives import broadcast
 from weft.context import DistContext
 from weft.context.placement import place_module
 from weft.contract import Layout, gradient_axes
-from weft.engines.torch.optim.step_watch import optimizers_of
+from weft.engines.torch.hooks.every_optimizer import optimizers_of
 from weft.sharding.meta import Source
 from weft.sharding.stages import PipelinePlan, stage_of
-from weft.tensors.dtensor import full_tensor, local
-from weft.tensors.elsewhere import empty_elsewhere, forget_elsewhere, is_elsewhere
+from weft.tensors.blocks import full_tensor
+from weft.tensors.dtensor import local
 from weft.tensors.nested import map_tensors
+from weft.tensors.remote_parameter import empty_elsewhere, forget_elsewhere, is_elsewhere
 
 
 class StageTensors:
@@ -146,7 +147,7 @@ def bring_state(module: nn.Module, owner_of: Callable[[str], int | None], line: 
         owner_of: The rank of `line` that has a parameter, by name; None if all have it.
         line: The ranks among which they lie.
     """
-    from weft.engines.torch.optim.rebind import laid_as  # noqa: PLC0415  (half a second of imports in torch)
+    from weft.engines.torch.steps.rebind import state_as  # noqa: PLC0415  (half a second of imports in torch)
 
     named = {id(p): name for name, p in module.named_parameters()}
     found = {
@@ -161,7 +162,7 @@ def bring_state(module: nn.Module, owner_of: Callable[[str], int | None], line: 
             mine = optimizer.state.get(parameter, {}) if owner == line.rank else {}
             state = broadcast(map_tensors(full_tensor, dict(mine)), line, source=owner)
             if state and owner != line.rank:
-                optimizer.state[parameter] = map_tensors(partial(laid_as, parameter=parameter), state)
+                optimizer.state[parameter] = map_tensors(partial(state_as, parameter=parameter), state)
 
 
 def forget_state(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

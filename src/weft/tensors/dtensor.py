@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,80 +56,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     cut: Any = tensor.detach()
     part: torch.Tensor = cut.to_local()
     return part
-
-
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor. Collectives: one all-gather per axis of its mesh that cuts it."""
-    if not is_sharded(tensor):
-        return tensor
-    cut: Any = tensor
-    strided = [dim for dim, placement in enumerate(cut.placements) if torch_internals.strided_shard.holds(placement)]
-    if strided:  # what FSDP2 has cut comes first: torch would send everything twice
-        cut = whole_along(cut, strided[-1] + 1)
-    found: torch.Tensor = cut.full_tensor()
-    return found
-
-
-def whole_along(tensor: torch.Tensor, count: int, mesh: Any = None) -> Any:
-    """A DTensor made whole along the first axes of its mesh. Collectives: one all-gather per axis that cuts it.
-
-    Args:
-        tensor: Cut along them by chunks of what the other axes have left, as FSDP2 cuts.
-        count: How many axes.
-        mesh: With the other axes; default: that part of its own.
-
-    Returns:
-        A DTensor over the other axes; a plain tensor if there are none.
-    """
-    cut: Any = tensor.detach()
-    own, placements = cut.device_mesh, cut.placements
-    part: torch.Tensor = cut.to_local()
-    if count == own.ndim:
-        for dim, placement in enumerate(placements):
-            part = part if placement.is_replicate() else _gathered(part, own, dim, placement.dim, cut.shape)
-        return part
-    rest = own[own.mesh_dim_names[count:]] if mesh is None else mesh
-    shape, _ = block_of(cut.shape, rest, placements[count:])
-    for dim, placement in enumerate(placements[:count]):
-        part = part if placement.is_replicate() else _gathered(part, own, dim, placement.dim, shape)
-    return _as_dtensor(part, cut, rest, placements[count:])
-
-
-def _gathered(part: torch.Tensor, mesh: Any, dim: int, cut: int, shape: Sequence[int]) -> torch.Tensor:
-    """The chunks of a tensor of this shape from all ranks along one axis of a mesh, put together."""
-    ranks, total = mesh.size(dim), shape[cut]
-    if ranks == 1:
-        return part
-    per_rank = -(-total // ranks)
-    sent = part.movedim(cut, 0)
-    padded = sent.new_zeros((per_rank, *sent.shape[1:]))
-    padded[: len(sent)] = sent
-    pieces = [torch.empty_like(padded) for _ in range(ranks)]
-    torch.distributed.all_gather(pieces, padded, group=mesh.get_group(dim))
-    return torch.cat(pieces)[:total].movedim(0, cut).contiguous()
-
-
-def block_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and offsets of the block that this rank holds of a tensor that is cut so."""
-    size, offsets = torch_internals.block_of(torch.Size(shape), mesh, tuple(placements))
-    return tuple(size), tuple(offsets)
-
-
-def cut_like(whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a plain tensor, as a DTensor that is cut as `other`, which has its shape."""
-    cut: Any = other
-    shape, offsets = block_of(cut.shape, cut.device_mesh, cut.placements)
-    place = tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))
-    part = whole.detach()[place].clone(memory_format=torch.contiguous_format)
-    made: torch.Tensor = _as_dtensor(part, cut, cut.device_mesh, cut.placements)
-    return made
-
-
-def _as_dtensor(part: torch.Tensor, of: Any, mesh: Any, placements: Sequence[Any]) -> Any:
-    """A part of a tensor of the shape of `of`, as a DTensor."""
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415  (see above)
-
-    return DTensor.from_local(part, mesh, tuple(placements), run_check=False, shape=of.shape, stride=of.stride())
 
 
 def state_of(unit: Any) -> Any:

@@ -1,14 +1,14 @@
 """Test worlds, for weft and for its users.
 
-fake.py         any rank of any world in one process: plans and shapes
-ranks.py        real gloo ranks from a warm pool: numbers and failures
-ranks_failed.py which of them failed, and why
-rank_server.py  the process they are forked from
-rank_worker.py  what a rank does
-equivalence.py  does training give the same at every world size?
-rehearsed.py    does a rehearsal say what a real run then does?
-laws.py         what every transform promises, as functions
-law_job.py      the small training job they run
+fake.py          any rank of any world in one process: plans and shapes
+ranks.py         real gloo ranks from a warm pool: numbers and failures
+ranks_failed.py  which of them failed, and why
+rank_server.py   the process they are forked from
+rank_worker.py   what a rank does
+equivalence.py   does training give the same at every world size?
+rehearsed.py     does a rehearsal say what a real run then does?
+laws.py          what every transform promises, as functions
+law_job.py       the small training job they run
 """
 
 from weft.testing import laws as laws

@@ -19,7 +19,8 @@ from weft.context.placement import to_device
 from weft.contract import GradSync, KeepsParameters, applied_to, gradient_axes, offered, part_axes
 from weft.data.split_sequence import split_sequence
 from weft.tensors import dtensor
-from weft.tensors.elsewhere import is_elsewhere
+from weft.tensors.blocks import block_of
+from weft.tensors.remote_parameter import is_elsewhere
 from weft.tensors.sequence_order import part_of
 from weft.transforms.clip_grads import clip_grads
 from weft.transforms.undo import undo
@@ -206,10 +207,10 @@ def _whole(tensor: torch.Tensor, ctx: DistContext) -> torch.Tensor:
         return tensor.detach().to("cpu", copy=True)
     cut: Any = tensor.detach()
     # Not by full_tensor: its all-gather over gloo reads memory of a device as if it were the host's, and crashes.
-    _, mine = dtensor.block_of(cut.shape, cut.device_mesh, cut.placements)
+    mine = block_of(cut.shape, cut.device_mesh, cut.placements)
     whole = torch.empty(cut.shape, dtype=cut.dtype)
-    for offsets, block in gather_objects((mine, dtensor.local(cut)), ctx):
-        whole[tuple(slice(at, at + size) for at, size in zip(offsets, block.shape, strict=True))] = block
+    for block, values in gather_objects((mine, dtensor.local(cut)), ctx):
+        whole[block.slices] = values
     return whole
 
 

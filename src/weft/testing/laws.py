@@ -43,7 +43,7 @@ from weft.context.placement import to_device
 from weft.contract import KeepsParameters, layouts, offered
 from weft.errors import AlreadyApplied, OrderError, PeerError, WeftError
 from weft.tensors import dtensor
-from weft.tensors.elsewhere import is_elsewhere
+from weft.tensors.remote_parameter import is_elsewhere
 from weft.testing.equivalence import largest_difference
 from weft.testing.law_job import (
     Job,

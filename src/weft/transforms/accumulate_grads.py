@@ -23,7 +23,7 @@ from weft.contract import GradSync, StepsApart, applied_to, gradient_axes, offer
 from weft.data.windows.loader import Windows, known_length, windowed
 from weft.data.windows.splitter import Remainder, Steps, WindowSplitter, check_steps
 from weft.data.windows.sync import Reduce, WindowSync
-from weft.engines.torch.stepping.backward_step import check_has_gradients
+from weft.engines.torch.steps.in_backward import check_has_gradients
 from weft.errors import AlreadyApplied, type_error, value_error
 
 B = TypeVar("B")

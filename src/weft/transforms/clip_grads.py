@@ -16,9 +16,9 @@ from torch import nn
 from weft.checks import as_number
 from weft.context import DistContext
 from weft.contract import Placed, offered, owners
-from weft.engines.torch.optim.grad_norm import with_nonfinite_gradient
+from weft.engines.torch.compute.grad_norm import with_nonfinite_gradient
 from weft.engines.torch.parts.left_gathered import drop_gathered
-from weft.engines.torch.stepping.backward_step import check_has_gradients
+from weft.engines.torch.steps.in_backward import check_has_gradients
 from weft.errors import listed, message, type_error, value_error
 from weft.peers.agreement import exchange
 from weft.tensors.dtensor import resting_parameters

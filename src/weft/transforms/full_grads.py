@@ -9,8 +9,8 @@ from weft.checks import check_module
 from weft.context import DistContext
 from weft.contract import KeepsParameters, offered
 from weft.engines.torch.parts.left_gathered import drop_gathered
-from weft.tensors.dtensor import full_tensor
-from weft.tensors.elsewhere import is_elsewhere
+from weft.tensors.blocks import full_tensor
+from weft.tensors.remote_parameter import is_elsewhere
 
 
 def full_grads(module: nn.Module, ctx: DistContext) -> dict[str, torch.Tensor]:

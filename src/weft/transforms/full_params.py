@@ -13,7 +13,7 @@ from weft.context import DistContext
 from weft.contract import ComputesAlone, KeepsParameters, check_not_streamed, layouts, offered
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import resting_parameters
-from weft.tensors.elsewhere import is_elsewhere
+from weft.tensors.remote_parameter import is_elsewhere
 
 
 def full_params(

@@ -8,7 +8,7 @@ import torch
 
 from weft.context import DistContext
 from weft.contract import GradSync, offered, transform
-from weft.engines.torch.optim.flat_step import check_elementwise
+from weft.engines.torch.steps.swapped import check_elementwise
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 

@@ -9,7 +9,7 @@ import torch
 from weft.checks import check_choice, check_optimizer
 from weft.context import DistContext
 from weft.contract import transform
-from weft.engines.torch.optim.flat_step import is_elementwise
+from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContractError
 from weft.sharding import check_divides_state, check_owners, step_by_owners
 

@@ -17,7 +17,7 @@ from weft.checks import check_module, check_optimizer
 from weft.context import DistContext
 from weft.context.placement import place_module
 from weft.contract import agree_on_parameters, layouts, offered, transform
-from weft.engines.torch.stepping.local_steps import LocalStepOptions, LocalSteps, check_same_parameters
+from weft.engines.torch.steps.local import LocalStepOptions, LocalSteps, check_same_parameters
 from weft.errors import ContextError, ContractError, listed
 from weft.peers.ledger import Ledger
 from weft.sharding import broadcast_state, groups_of, stacked_over

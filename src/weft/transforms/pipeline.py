@@ -21,9 +21,9 @@ from weft.context.placement import check_place, place_module
 from weft.contract import EndsBackward, Layout, agree_on_parameters, offered, transform
 from weft.engines.options import PipelineOptions
 from weft.engines.results import Undoable
-from weft.engines.torch.ddp.trained import is_reduced
 from weft.engines.torch.pipeline.batch_parts import check_flags
 from weft.engines.torch.pipeline.schedules import check_schedule, owners, stages_per_rank
+from weft.engines.torch.reducing.trained import is_reduced
 from weft.errors import AlreadyApplied, ContextError, ContractError, type_error
 from weft.peers.ledger import Ledger
 from weft.peers.world import World

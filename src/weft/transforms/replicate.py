@@ -28,8 +28,8 @@ from weft.contract import (
 )
 from weft.engines import Spmd
 from weft.engines.options import Compress, ReduceOptions
-from weft.engines.torch.ddp.buckets import sparse_gradients
-from weft.engines.torch.ddp.trained import check_hooks
+from weft.engines.torch.reducing.buckets import sparse_gradients
+from weft.engines.torch.reducing.trained import check_hooks
 from weft.errors import listed, type_error, value_error
 from weft.peers.ledger import Ledger
 from weft.precision import PowerSGD

@@ -10,8 +10,8 @@ from torch import nn
 from weft.checks import check_optimizer, check_torch
 from weft.context import DistContext
 from weft.contract import GradSync, applied_to, offered, transform
-from weft.engines.torch.optim.flat_step import check_elementwise
-from weft.engines.torch.stepping.backward_step import is_stepped_in_backward
+from weft.engines.torch.steps.in_backward import is_stepped_in_backward
+from weft.engines.torch.steps.swapped import check_elementwise
 from weft.errors import OrderError
 from weft.precision import PrecisionOffer
 from weft.tensors.dtensor import resting_parameters

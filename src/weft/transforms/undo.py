@@ -14,7 +14,7 @@ from weft.contract import Undoable, check_known, forget, offered
 from weft.peers.agreement import disagree
 from weft.sharding import check_optimizers, exchange_parameters, groups_of, optimizers_in
 from weft.tensors.dtensor import is_sharded
-from weft.tensors.elsewhere import is_elsewhere
+from weft.tensors.remote_parameter import is_elsewhere
 
 M = TypeVar("M", bound=nn.Module)
 

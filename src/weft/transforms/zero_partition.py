@@ -20,9 +20,9 @@ from weft.contract import agree_on_parameters, check_methods, check_strategy_mod
 from weft.contract.layout import apart_axes
 from weft.contract.select_modules import Selection
 from weft.engines.options import Offload, ReduceOptions, ShardOptions, StepMeshes
-from weft.engines.torch.ddp.buckets import sparse_gradients
-from weft.engines.torch.ddp.trained import check_hooks
-from weft.engines.torch.optim.flat_step import is_elementwise
+from weft.engines.torch.reducing.buckets import sparse_gradients
+from weft.engines.torch.reducing.trained import check_hooks
+from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContractError, OrderError, listed, value_error
 from weft.peers.ledger import Ledger
 from weft.sharding import (

@@ -1,18 +1,18 @@
 """Weights alone: out of a checkpoint into the layout of Hugging Face, from files into any module, and where they lie.
 
-export.py     `export`
-adapter_files.py   adapters of PEFT: which one is meant, and what it is called in files
-hf_layout.py  which tensors in which of its files
-publish.py    a folder that appears when it is complete
-load.py       `load_weights`; `read`, for tensors without a module
-sources.py    what files, indices, folders and checkpoints hold
-stored_names.py names that a model of transformers had when its file was written
-targets.py    what a module holds, and memory for modules on meta
-assign.py     who reads what, and how it comes to the others
-tied.py       `find_tied`, `tie`
-on_meta.py    `on_meta`: modules without memory for their parameters
-quantization/ weights in 8 or 4 bits: `quantized`
-places/       where the parts of a module lie: `module_sizes`, `plan_placement`
+export.py         `export`
+adapter_files.py  adapters of PEFT: which one is meant, and what it is called in files
+hf_layout.py      which tensors in which of its files
+publish.py        a folder that appears when it is complete
+load.py           `load_weights`; `read`, for tensors without a module
+sources.py        what files, indices, folders and checkpoints hold
+stored_names.py   names that a model of transformers had when its file was written
+targets.py        what a module holds, and memory for modules on meta
+assign.py         who reads what, and how it comes to the others
+tied.py           `find_tied`, `tie`
+on_meta.py        `on_meta`: modules without memory for their parameters
+quantization/     weights in 8 or 4 bits: `quantized`
+places/           where the parts of a module lie: `module_sizes`, `plan_placement`
 """
 
 from weft.weights.export import export

@@ -19,18 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.checkpoint.format.tensor_blocks import hold, writers
+from weft.checkpoint.format.tensor_blocks import writers
 from weft.checkpoint.format.transfer import Stored, Transfer, are_equal, of_one_kind, transfer
 from weft.checkpoint.state.collect import tell_keepers
 from weft.collectives.on_all_ranks import num_threads
 from weft.collectives.primitives import finish, peers_named
 from weft.context import DistContext, World
 from weft.contract import owners
-from weft.engines.torch.ddp.trained import is_reduced
+from weft.engines.torch.reducing.trained import is_reduced
 from weft.errors import CheckpointError, ContextError, listed, value_error
 from weft.sharding import check_optimizers
+from weft.tensors.blocks import hold
 from weft.tensors.dtensor import is_sharded, local
-from weft.tensors.elsewhere import is_elsewhere
+from weft.tensors.remote_parameter import is_elsewhere
 from weft.weights.sources import Source, reading
 from weft.weights.targets import Memory, Target, targets, waits_for_values
 

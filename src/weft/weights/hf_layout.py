@@ -14,10 +14,10 @@ import torch
 
 from weft.checkpoint.format.safetensors_read import TensorFiles
 from weft.checkpoint.format.safetensors_write import file_head, new_file, write_bytes, write_parts
-from weft.checkpoint.format.tensor_blocks import memory_of, whole
 from weft.checkpoint.format.transfer import Stored, in_parts
 from weft.contract.select_modules import Names, fits_pattern
 from weft.errors import CheckpointError, listed, value_error
+from weft.tensors.blocks import memory_of, whole
 from weft.weights.sources import MAX_INDEX_BYTES, Source
 
 _UNITS = MappingProxyType({"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

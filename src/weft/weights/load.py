@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from weft.checkpoint.format.tensor_blocks import whole
 from weft.checkpoint.format.transfer import Transfer, transfer
 from weft.checkpoint.state.adapters import CONFIG
 from weft.checkpoint.state.collect import kept_shards
@@ -19,6 +18,7 @@ from weft.collectives.on_all_ranks import on_all
 from weft.context import DistContext, local
 from weft.contract import check_not_streamed
 from weft.contract.select_modules import Names
+from weft.tensors.blocks import whole
 from weft.weights.adapter_files import names_in_module
 from weft.weights.assign import Placement, renamed
 from weft.weights.hf_layout import chosen_tensors

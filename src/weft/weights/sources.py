@@ -15,11 +15,11 @@ from weft.checkpoint.format.json_text import parse_json
 from weft.checkpoint.format.manifest import NAME, Manifest, Piece, TensorEntry, check_place, read_manifest
 from weft.checkpoint.format.plain_files import raise_if_unreadable, read_plain
 from weft.checkpoint.format.safetensors_read import TensorFiles
-from weft.checkpoint.format.tensor_blocks import whole
 from weft.checkpoint.format.transfer import Stored
 from weft.checkpoint.storage.directory import Directory
 from weft.checkpoint.storage.find import check_files, complete
 from weft.errors import CheckpointError, listed, value_error
+from weft.tensors.blocks import whole
 
 INDEX = ".safetensors.index.json"
 MAX_INDEX_BYTES = 2**28

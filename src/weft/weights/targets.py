@@ -17,8 +17,8 @@ from weft.context.placement import value_device, values_replaced
 from weft.errors import CheckpointError, listed, type_error
 from weft.sharding.meta import draw_values, draws, own_tensors
 from weft.tensors.dtensor import is_sharded
-from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.quantized import quantization_state
+from weft.tensors.remote_parameter import is_elsewhere
 
 
 class Target(NamedTuple):

@@ -26,8 +26,8 @@ from safetensors import SafetensorError, safe_open
 
 from weft.checkpoint.format.manifest import DTYPES, MAX_HEADER_BYTES, NamedPiece, Piece, TensorEntry
 from weft.checkpoint.format.plain_files import open_plain, raise_if_unreadable, read_into
-from weft.checkpoint.format.tensor_blocks import Block, memory_of, overlap
 from weft.errors import CheckpointError
+from weft.tensors.blocks import Block, memory_of, overlap
 
 _CODES = MappingProxyType({code: dtype for dtype, (code, _) in DTYPES.items()})
 _ENTRY = re.compile(rb'"data_offsets"\s*:\s*\[')

@@ -15,8 +15,8 @@ import torch
 
 from weft.checkpoint.format.hashes import best_hash, new_hash
 from weft.checkpoint.format.manifest import DTYPES, MAX_HEADER_BYTES, FileEntry
-from weft.checkpoint.format.tensor_blocks import memory_of
 from weft.errors import CheckpointError
+from weft.tensors.blocks import memory_of
 
 _BLOCK = 2**20  # bytes; fits into the caches of a core
 

@@ -1,93 +1,14 @@
-"""Which block of a tensor a rank holds, who holds the same, and which rank writes it."""
+"""Who holds the same block of a tensor, and which rank writes it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from weft.context import DistContext
-from weft.tensors.dtensor import block_of, is_sharded, local
-
-
-class Block(NamedTuple):
-    """A block of a tensor: where it begins and how large it is."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """Where it lies in the tensor, as an index."""
-        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.shape, strict=True))
-
-
-def whole(shape: Iterable[int]) -> Block:
-    """The block that is all of a tensor."""
-    sizes = tuple(shape)
-    return Block((0,) * len(sizes), sizes)
-
-
-class Held(NamedTuple):
-    """A tensor, and what this rank holds of it; made once, and asked from then on.
-
-    Attributes:
-        name: In the state, or in the module.
-        tensor: Itself, as its object has it.
-        is_sharded: Whether it is a DTensor.
-        block: The block of it that this rank holds.
-        local: That block, in the same memory.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    is_sharded: bool
-    block: Block
-    local: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> str:
-        """Its dtype, as in "float32"."""
-        return str(self.tensor.dtype).removeprefix("torch.")
-
-    def sharded_alike(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of this rank's block as a tensor that is sharded as this one."""
-        if not self.is_sharded:
-            return values
-        from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second of imports in torch)
-
-        cut: Any = self.tensor
-        return DTensor.from_local(
-            values, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
-        )
-
-
-def hold(name: str, tensor: torch.Tensor) -> Held:
-    """What this rank holds of a tensor."""
-    if not is_sharded(tensor):
-        return Held(name, tensor, is_sharded=False, block=whole(tensor.shape), local=tensor.detach())
-    shape, offsets = block_of(tensor.shape, tensor.device_mesh, tensor.placements)
-    block = Block(offsets, shape)
-    return Held(name, tensor, is_sharded=True, block=block, local=local(tensor))
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to be read and written."""
-    flat = tensor.detach().reshape(-1)
-    found: Any = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
-    return found  # type: ignore[no-any-return]
+from weft.tensors.blocks import Held
 
 
 def holders(tensors: Iterable[Held], ctx: DistContext) -> dict[str, tuple[int, ...]]:
@@ -140,11 +61,3 @@ def writers(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
         chosen[name] = rank
         load[rank] += size
     return chosen
-
-
-def overlap(one: Block, two: Block) -> Block | None:
-    """The block that two blocks of one tensor share; None if there is none."""
-    starts = tuple(max(a, b) for a, b in zip(one.offsets, two.offsets, strict=True))
-    ends = tuple(min(a + m, b + n) for a, m, b, n in zip(one.offsets, one.shape, two.offsets, two.shape, strict=True))
-    shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
-    return None if any(size <= 0 for size in shape) else Block(starts, shape)

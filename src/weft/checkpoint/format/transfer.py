@@ -11,8 +11,8 @@ import torch
 
 from weft.checkpoint.format.manifest import DTYPES, TensorEntry
 from weft.checkpoint.format.safetensors_read import TensorFiles, in_order
-from weft.checkpoint.format.tensor_blocks import Block, memory_of
 from weft.errors import value_error
+from weft.tensors.blocks import Block, memory_of
 
 _PART = 2**19  # elements of a tensor that is converted, or copied to a device, at a time: at most 4 MiB
 _THREAD_BYTES = 8 * 2**20  # that are worth one more thread

@@ -21,7 +21,6 @@ from torch import nn
 
 from weft import torch_internals
 from weft.checkpoint.format.manifest import Manifest, TensorEntry
-from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.checkpoint.format.transfer import of_one_kind
 from weft.checkpoint.state import random_states
 from weft.checkpoint.state.collect import (
@@ -40,8 +39,9 @@ from weft.context import DistContext
 from weft.context.placement import values_replaced
 from weft.contract import KeepsOrder, OwnsState, Stateful, StepsApart, offered
 from weft.errors import CheckpointError, listed
-from weft.tensors.dtensor import cut_like, is_sharded, local
-from weft.tensors.generator_state import generator_kind, generator_state, is_generator, prepare_generator
+from weft.tensors.blocks import Held, cut_as, hold, sharded_as
+from weft.tensors.dtensor import is_sharded, local
+from weft.tensors.rng_state import generator_kind, generator_state, is_generator, prepare_generator
 
 
 class Source(Protocol):
@@ -256,7 +256,8 @@ def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Sou
                 is_like = entry.shape[1:] == layout.shape
                 own = layout if is_like else hold("", torch.empty(entry.shape[1:], dtype=getattr(torch, entry.dtype)))
                 stacked = reader.request(name, hold("", offer.stacked(own.tensor)))
-                return own.sharded_alike(local(stacked)[0])
+                found: torch.Tensor = sharded_as(local(stacked)[0], own.tensor)
+                return found
             cut = entry.shape and entry.shape == layout.shape and not owning
             return reader.request(name, layout if cut else None)
 
@@ -425,7 +426,7 @@ def _mean(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor) or not value.dim():
         return value
     mean = value.mean(0) if value.is_floating_point() or value.is_complex() else value[0]
-    return cut_like(mean, parameter) if is_sharded(parameter) and mean.shape == parameter.shape else mean
+    return cut_as(mean, parameter) if is_sharded(parameter) and mean.shape == parameter.shape else mean
 
 
 def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:

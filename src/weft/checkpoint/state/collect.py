@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.checkpoint.state.adapters import adapters_of
 from weft.checkpoint.state.containers import Filled
 from weft.checkpoint.state.json_values import check_tensor, check_values, encode
@@ -36,9 +35,10 @@ from weft.contract import (
     owners,
 )
 from weft.errors import listed, type_error, value_error
+from weft.tensors.blocks import Held, hold
 from weft.tensors.dtensor import resting_parameters
-from weft.tensors.generator_state import generator_kind, generator_state, is_generator
 from weft.tensors.quantized import quantization_state
+from weft.tensors.rng_state import generator_kind, generator_state, is_generator
 
 T = TypeVar("T")
 Around: TypeAlias = Callable[[Literal["save", "restore"]], object]

@@ -12,8 +12,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from weft.checkpoint.format.manifest import DTYPES
-from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.errors import type_error
+from weft.tensors.blocks import Held, hold
 from weft.tensors.dtensor import local
 from weft.tensors.quantized import is_wrapped
 

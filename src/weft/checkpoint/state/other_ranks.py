@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.format.tensor_blocks import Held, whole
 from weft.checkpoint.state.collect import Checkpoint, Content, has_owners
 from weft.context import DistContext
 from weft.peers.agreement import exchange
+from weft.tensors.blocks import Held, whole
 
 
 def add_elsewhere(content: Content, state: Checkpoint, ctx: DistContext) -> dict[str, frozenset[int]]:

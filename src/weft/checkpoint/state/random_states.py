@@ -16,8 +16,7 @@ import torch
 
 from weft.context import DistContext
 from weft.errors import CheckpointError
-from weft.tensors.generator_state import numpy_json, numpy_state, python_json, python_state, to_hex, torch_state
-from weft.tensors.rng_state import RngState
+from weft.tensors.rng_state import RngState, numpy_json, numpy_state, python_json, python_state, to_hex, torch_state
 
 
 def random_state(ctx: DistContext) -> dict[str, Any]:

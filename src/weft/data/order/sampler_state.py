@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from weft.errors import value_error
-from weft.tensors.generator_state import generator_state, is_generator, prepare_generator
+from weft.tensors.rng_state import generator_state, is_generator, prepare_generator
 
 _DEPTH = 6  # of objects in each other
 _ENTRIES = 64  # longer lists are data, and hold no generators

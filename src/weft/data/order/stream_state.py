@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from weft.errors import listed, warn
 from weft.rng import mix
-from weft.tensors.generator_state import Generator, generator_state, is_generator, seeding
+from weft.tensors.rng_state import Generator, generator_state, is_generator, seeding
 
 _DEPTH = 6  # of objects in each other
 _NESTED = 64  # entries of a list in which generators are looked for

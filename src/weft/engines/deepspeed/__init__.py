@@ -11,7 +11,7 @@ parameters.py       parameters in the form of all strategies
 optimizer_state.py  the state of an optimizer in that form
 backward.py         backward passes of a plain loop, as those buffers see them
 step.py             a step, made by DeepSpeed
-stand_ins.py        what stands in `p.grad` for gradients that lie there
+placeholders.py     what stands in `p.grad` for gradients that lie there
 partition.py        the hooks by which it works under a plain loop
 """
 

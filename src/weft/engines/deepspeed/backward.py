@@ -19,13 +19,13 @@ from torch import nn
 
 from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.library import GroupView
-from weft.engines.deepspeed.stand_ins import StandIns, is_local
+from weft.engines.deepspeed.placeholders import StandIns, is_local
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
-from weft.engines.torch.strategy import broadcast
 from weft.errors import ContractError, UnusedParameters, listed
+from weft.tensors.messages import broadcast
 from weft.tensors.nested import tensors
 from weft.tensors.sharded_grad import CutGradient
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from weft.engines.deepspeed.buffers import Buffers, Place, chunks_of
 from weft.engines.deepspeed.parameters import Parameters
-from weft.engines.torch.optim.flat_step import SHARED_STATE
+from weft.engines.torch.steps.swapped import SHARED_STATE
 from weft.errors import ContractError, listed
-from weft.tensors.dtensor import full_tensor
+from weft.tensors.blocks import full_tensor
 
 
 class OptimizerState:

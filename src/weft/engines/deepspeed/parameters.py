@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
-from weft import torch_internals
 from weft.engines.deepspeed import internals
 from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.library import Attributes, GroupView
-from weft.tensors.dtensor import full_tensor
+from weft.tensors.blocks import as_dtensor, block_of, full_tensor
 
 
 class Parameters:
@@ -91,14 +90,11 @@ class Parameters:
     def _rows(self, shape: torch.Size) -> slice:
         """Those that this rank shows."""
         assert self._mesh is not None
-        local, offsets = torch_internals.block_of(shape, self._mesh, [Shard(0)])
-        return slice(offsets[0], offsets[0] + local[0])
+        return block_of(shape, self._mesh, [Shard(0)]).slices[0]
 
     def _sharded(self, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         stride = torch.empty(shape, device="meta").stride()
-        found: torch.Tensor = DTensor.from_local(
-            rows, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
-        )
+        found: torch.Tensor = as_dtensor(rows, self._mesh, [Shard(0)], shape, stride)
         return found
 
     # -- all of them --------------------------------------------------------------------------------

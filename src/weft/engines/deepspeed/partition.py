@@ -21,12 +21,12 @@ from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.library import GroupView, lent
 from weft.engines.deepspeed.optimizer_state import OptimizerState
 from weft.engines.deepspeed.parameters import Parameters
-from weft.engines.deepspeed.stand_ins import StandIns
+from weft.engines.deepspeed.placeholders import StandIns
 from weft.engines.deepspeed.step import Step
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
-from weft.engines.torch.optim.step_watch import Steps, settings_of
+from weft.engines.torch.steps.watch import Steps, settings_of
 
 
 class PartitionOptions(NamedTuple):

@@ -12,8 +12,8 @@ from torch import nn
 from weft import torch_internals
 from weft.engines.deepspeed.backward import raise_unused
 from weft.engines.deepspeed.buffers import Buffers
-from weft.engines.deepspeed.stand_ins import StandIns, is_local
-from weft.engines.torch.optim.closures import check_no_closure
+from weft.engines.deepspeed.placeholders import StandIns, is_local
+from weft.engines.torch.steps.swapped import check_no_closure
 from weft.errors import NotSynchronized, listed, message
 
 

@@ -30,24 +30,25 @@ from weft.engines.torch.amp.autocast import PreciseModule
 from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.compute.activation_checkpoint import Recomputed
 from weft.engines.torch.compute.compile_module import Compiled
-from weft.engines.torch.ddp.power_sgd import PowerSgdHook
-from weft.engines.torch.ddp.reducer import GradientReducer
-from weft.engines.torch.ddp.sync_batch_norm import synchronize_batch_norms
+from weft.engines.torch.compute.ema import WeightAverages
+from weft.engines.torch.compute.grad_norm import Gradients
+from weft.engines.torch.compute.sync_batch_norm import synchronize_batch_norms
 from weft.engines.torch.device.devices import TorchDevices
-from weft.engines.torch.optim.ema import WeightAverages
-from weft.engines.torch.optim.flat_step import FlatStep, flat_buffer_of
-from weft.engines.torch.optim.grad_norm import Gradients
-from weft.engines.torch.optim.skip_step import SkippingStep
-from weft.engines.torch.pipeline.with_loss import WithLoss
-from weft.engines.torch.strategy import Strategy, broadcast
+from weft.engines.torch.pipeline.single_stage import WithLoss
+from weft.engines.torch.reducing.flat_step import FlatStep, flat_buffer_of
+from weft.engines.torch.reducing.power_sgd import PowerSgdHook
+from weft.engines.torch.reducing.reducer import GradientReducer
+from weft.engines.torch.reducing.strategy import Strategy
+from weft.engines.torch.steps.skip import SkippingStep
 from weft.precision import PowerSGD
 from weft.tensors.dtensor import local
+from weft.tensors.messages import broadcast
 
 if TYPE_CHECKING:
-    from weft.engines.torch.stepping.local_steps import LocalStepOptions
-    from weft.engines.torch.stepping.owners import Block
+    from weft.engines.torch.steps.local import LocalStepOptions
     from weft.engines.torch.streaming.slots import Fill
     from weft.engines.torch.streaming.stream import StreamOptions
+    from weft.tensors.blocks import Block
 
 
 def _mine(value: Any, rank: int) -> Any:
@@ -141,7 +142,7 @@ class TorchEngine(TorchDevices):
         self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
     ) -> Undoable:
         """Step on this rank's shards, and on its rows of whole parameters, of which the others' are gathered."""
-        from weft.engines.torch.optim.zero1_step import PartitionedStep  # noqa: PLC0415  (as in `shard`)
+        from weft.engines.torch.steps.shards import PartitionedStep  # noqa: PLC0415  (as in `shard`)
 
         return PartitionedStep(optimizer, mesh, others or {})
 
@@ -149,7 +150,7 @@ class TorchEngine(TorchDevices):
         self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
     ) -> Undoable:
         """Step on whole parameters, one after the other; keep state cut, over `mesh` where they are not."""
-        from weft.engines.torch.optim.full_param_step import WholeStep  # noqa: PLC0415  (as in `shard`)
+        from weft.engines.torch.steps.full_params import WholeStep  # noqa: PLC0415  (as in `shard`)
 
         return WholeStep(optimizer, mesh, others or {})
 
@@ -161,13 +162,13 @@ class TorchEngine(TorchDevices):
         share: Callable[[Any, int], Any],
     ) -> Undoable:
         """Step on whole parameters, each on one rank of `group`, of which each holds these blocks; see `OwnerStep`."""
-        from weft.engines.torch.stepping.owner_step import OwnerStep  # noqa: PLC0415  (as in `shard`)
+        from weft.engines.torch.steps.by_owner import OwnerStep  # noqa: PLC0415  (as in `shard`)
 
         return OwnerStep(optimizer, group, blocks, share)
 
     def backward_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Undoable:
         """Step on each of these parameters inside backward; see `BackwardStep`."""
-        from weft.engines.torch.stepping.backward_step import BackwardStep  # noqa: PLC0415  (as in `shard`)
+        from weft.engines.torch.steps.in_backward import BackwardStep  # noqa: PLC0415  (as in `shard`)
 
         return BackwardStep(optimizer, parameters)
 
@@ -185,7 +186,7 @@ class TorchEngine(TorchDevices):
         stacked: Callable[[torch.Tensor], torch.Tensor],
     ) -> Undoable:
         """Step on the gradients of this rank, and exchange parameters over `group` now and then."""
-        from weft.engines.torch.stepping.local_steps import LocalSteps  # noqa: PLC0415  (few programs need it)
+        from weft.engines.torch.steps.local import LocalSteps  # noqa: PLC0415  (few programs need it)
 
         return LocalSteps(module, optimizer, group, options, peers, stacked)
 
@@ -193,7 +194,7 @@ class TorchEngine(TorchDevices):
         self, module: nn.Module, replicas: Replicas, options: StrategyOptions, *, alone: bool
     ) -> ReducedModule:
         """Average the gradients of `module` over the replicas of an elastic job, as long as none is lost."""
-        from weft.engines.torch.stepping.replica_average import ReplicaAverage  # noqa: PLC0415  (few programs need it)
+        from weft.engines.torch.reducing.replica_average import ReplicaAverage  # noqa: PLC0415  (few programs need it)
 
         return ReplicaAverage(module, replicas, options, alone=alone)
 

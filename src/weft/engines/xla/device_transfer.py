@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.engines.torch.optim.step_watch import optimizers_of
+from weft.engines.torch.hooks.every_optimizer import optimizers_of
 from weft.engines.xla import internals
 from weft.engines.xla.device_layout import batch_plan
 from weft.engines.xla.library import Library

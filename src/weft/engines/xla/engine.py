@@ -24,11 +24,11 @@ from weft.engines.options import (
 from weft.engines.peers import Peers
 from weft.engines.results import ReducedModule, Undoable
 from weft.engines.torch.engine import TorchEngine
-from weft.engines.torch.stepping.owners import Block
 from weft.engines.xla.activation_checkpoint import RecomputedOnXla
 from weft.engines.xla.device_layout import Laid, lay
 from weft.engines.xla.devices import XlaDevices
 from weft.errors import value_error
+from weft.tensors.blocks import Block
 
 
 class _Nothing:

@@ -6,7 +6,7 @@ remote_nodes.py  the other nodes, as the first launcher sees them
 joined_node.py   what the launcher of another node does
 messages.py      what replicas and other launchers have to say
 forms.py         whether a message has the form that it should have
-story.py         who was lost, when, why, and what it cost
+loss_log.py      who was lost, when, why, and what it cost
 """
 
 from weft.launching.replicas.processes import LocalNode

@@ -18,12 +18,12 @@ from weft.errors import ContextError
 from weft.launching.failures import PREEMPTED_TEXT, Ending
 from weft.launching.plan import Plan
 from weft.launching.replicas.forms import fits
+from weft.launching.replicas.loss_log import say
 from weft.launching.replicas.processes import LocalNode, LocalReplica
 from weft.launching.replicas.remote_nodes import facts_of_node
-from weft.launching.replicas.story import say
-from weft.peers.board import SECRET_VARIABLE, Board, StoreLost
 from weft.peers.connect import store_of_launcher
 from weft.peers.replica_groups import STORE
+from weft.peers.store import SECRET_VARIABLE, RankStore, StoreLost
 from weft.peers.world import PREEMPTED
 
 _TURN_S = 0.03  # between two looks at the orders
@@ -55,7 +55,7 @@ class JoinedNode:
         self._plan, self._here, self._host, self._port = plan, here, host, port
         self._where = f"{host}:{port}"
         store = store_of_launcher(host, port, _ANSWER_S)
-        self._board = Board(store, limit_s=_ANSWER_S, secret=secret).below(STORE)
+        self._board = RankStore(store, limit_s=_ANSWER_S, secret=secret).below(STORE)
         self._launcher = f"{socket.gethostname()[:50]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._is_known = False
         self._began_s = time.monotonic()

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from weft.launching.replicas.forms import fits
-from weft.peers.board import Board
+from weft.peers.store import RankStore
 
 _NAME = 100  # characters
 _COUNT = range(2**53)
@@ -33,7 +33,7 @@ _MOST = 10_000  # messages that are read before something else has its turn
 class Messages:
     """The side of the launcher that decides."""
 
-    def __init__(self, board: Board, replica_ranks: int) -> None:
+    def __init__(self, board: RankStore, replica_ranks: int) -> None:
         """Begin with none.
 
         Args:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.launching.plan import Plan
+from weft.launching.replicas.loss_log import say
 from weft.launching.replicas.messages import Messages
 from weft.launching.replicas.processes import Node, Replica
-from weft.launching.replicas.story import say
 
 TURN_S = 0.01  # between two looks at what launchers and replicas ask
 _SILENT_S = 5.0

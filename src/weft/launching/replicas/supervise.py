@@ -22,14 +22,14 @@ from weft.environments import Topology
 from weft.launching.failures import PREEMPTED_TEXT, Ending, how_it_ended, last_words
 from weft.launching.plan import MEETING_S, Plan
 from weft.launching.replicas.joined_node import JoinedNode
+from weft.launching.replicas.loss_log import Loss, Story, say
 from weft.launching.replicas.messages import Messages
 from weft.launching.replicas.processes import GRACE_S, Ended, LocalNode, Node, Replica
 from weft.launching.replicas.remote_nodes import TURN_S, Nodes
-from weft.launching.replicas.story import Loss, Story, say
-from weft.peers.board import Board
 from weft.peers.connect import is_here, listen_at, not_connected
 from weft.peers.quorum import Answer, Ask, Loop, Quorums
 from weft.peers.replica_groups import STORE
+from weft.peers.store import RankStore
 from weft.peers.world import PREEMPTED
 
 _STOPPED_S = 3.0  # a process that is stopped for so long is killed
@@ -62,7 +62,7 @@ def supervise_replicas(plan: Plan, here: LocalNode, secret: str) -> Ending:
         job = JoinedNode(plan, here, host, int(port), secret)
     else:
         here.joins(name := secrets.token_hex(8), host, store.port)
-        messages = Messages(Board(store, limit_s=_ANSWER_S, secret=secret).below(STORE), plan.replica_ranks)
+        messages = Messages(RankStore(store, limit_s=_ANSWER_S, secret=secret).below(STORE), plan.replica_ranks)
         job = _Job(plan, here, messages, Nodes(plan, messages, name))
     for number in _PASSED_ON:
         signal.signal(number, job.pass_on)

@@ -19,7 +19,7 @@ _LOGGING = f"{_WEFT}monitoring/log.py"  # what it reads is for the program
 _OWN = str(Path(__file__).parents[1]) + "/"
 _STDLIB = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib"))
 _UNSEEN = tuple(f"{_TORCH}{name}" for name in ("_subclasses/", "_dynamo/", "_compile.py", "_ops.py"))  # simulate
-_STRATEGIES = ("/distributed/fsdp/", "/distributed/_composable/", "/engines/torch/ddp/", "/engines/torch/fsdp/")
+_STRATEGIES = ("/distributed/fsdp/", "/distributed/_composable/", "/engines/torch/reducing/", "/engines/torch/fsdp/")
 
 
 class Place(NamedTuple):

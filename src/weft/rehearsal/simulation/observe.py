@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from weft import torch_internals
-from weft.engines.torch.stepping.local_steps import LocalSteps
+from weft.engines.torch.steps.local import LocalSteps
 from weft.rehearsal.simulation.allocations import Allocations
 from weft.rehearsal.simulation.messages import Traffic, functional_spaces
 

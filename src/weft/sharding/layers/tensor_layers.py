@@ -29,8 +29,8 @@ from weft.sharding.layers.tensor_checks import (
     styles_of,
 )
 from weft.sharding.layers.tensor_plan import blocks_around, tensor_plan
+from weft.sharding.layouts_over_axes import broadcast_state
 from weft.sharding.meta import Source, WeightSource, is_meta, place_real
-from weft.sharding.other_axes import broadcast_state
 from weft.sharding.shard_checks import check_optimizers, check_weights, groups_of
 from weft.sharding.shard_module import exchange_parameters
 

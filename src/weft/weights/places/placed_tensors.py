@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.checkpoint.format.tensor_blocks import whole
 from weft.checkpoint.format.transfer import Stored, Transfer, transfer
-from weft.engines.torch.streaming.stand_in import stand_in
+from weft.engines.torch.streaming.placeholder import stand_in
 from weft.engines.torch.streaming.stream import StreamedPart, StreamedTensor
 from weft.errors import listed, value_error
-from weft.tensors.elsewhere import forget_elsewhere
+from weft.tensors.blocks import whole
+from weft.tensors.remote_parameter import forget_elsewhere
 from weft.weights.assign import compare
 from weft.weights.places.plan_placement import PlacementPlan
 from weft.weights.sources import Source

@@ -1,6 +1,6 @@
 """Weights in 8 or 4 bits.
 
-quantize.py   `quantized`
+quantize.py          `quantized`
 quantized_layers.py  the libraries that quantize a layer
 """
 

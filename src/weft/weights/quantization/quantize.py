@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.checkpoint.format.tensor_blocks import whole
 from weft.checkpoint.format.transfer import Transfer, transfer
 from weft.checks import check_module
 from weft.collectives.on_all_ranks import on_all
@@ -19,6 +18,7 @@ from weft.context import Applied, DistContext
 from weft.contract.select_modules import fits_pattern
 from weft.errors import OrderError, listed, value_error
 from weft.peers.pretended import check_not_pretended
+from weft.tensors.blocks import whole
 from weft.tensors.quantized import quantized_parts
 from weft.weights.assign import Placement, renamed
 from weft.weights.quantization.quantized_layers import Quantizer, quantizer

@@ -23,9 +23,9 @@ from torch import nn
 
 from weft import torch_internals
 from weft.engines.options import CastOptions
-from weft.engines.torch.amp.cast_again import casting_again, has_large_parameters
 from weft.engines.torch.amp.fp8_linear import multiply_in_fp8
 from weft.engines.torch.amp.loss_scale import LossScale
+from weft.engines.torch.amp.recast_saved_weights import casting_again, has_large_parameters
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.tensors.nested import map_tensors
 

@@ -28,8 +28,8 @@ from weft.engines.options import Reduction, ShardOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.amp.graph_walk import running_backward
 from weft.engines.torch.fsdp.gather_order import watch_order
-from weft.engines.torch.fsdp.held_gradients import HeldGradients
 from weft.engines.torch.fsdp.own_parameters import OwnParameters
+from weft.engines.torch.fsdp.pending_gradients import HeldGradients
 from weft.engines.torch.fsdp.refusals import (
     allow_copies,
     check_reduces,
@@ -45,8 +45,8 @@ from weft.engines.torch.hooks.backward_session import BackwardSession, inside_ba
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.parameter_reads import explain_read
 from weft.engines.torch.parts.dtensor_reads import check_reads
-from weft.engines.torch.reduced_apart import ReducedApart
-from weft.engines.torch.strategy import Strategy
+from weft.engines.torch.reducing.separate_reduction import ReducedApart
+from weft.engines.torch.reducing.strategy import Strategy
 from weft.tensors.dtensor import spec_of, state_of
 from weft.tensors.nested import tensors
 

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weft import torch_internals
-from weft.engines.torch.optim.rebind import like
 from weft.engines.torch.parts.left_gathered import drop_gathered
-from weft.tensors.dtensor import full_tensor, local, resting_parameters
+from weft.tensors.blocks import full_tensor, laid_as
+from weft.tensors.dtensor import local, resting_parameters
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def gathered(
                     shard = shards[name]
                     if isinstance(shard, DTensor) and id(shard) in wanted:
                         _spread(whole_one.data, shard, group)
-                        local(shard).copy_(local(like(whole_one.detach(), shard)))
+                        local(shard).copy_(local(laid_as(whole_one.detach(), shard)))
                 for p in plain if group is not None else ():
                     dist.broadcast(p.data, group=group, group_src=0)
     finally:

@@ -27,8 +27,8 @@ from torch import nn
 
 from weft import torch_internals
 from weft.engines.peers import Peers
-from weft.engines.torch.strategy import as_sent
 from weft.errors import NotSynchronized, PeerError, listed
+from weft.tensors.messages import as_sent
 
 _KINDS = ("gathers {} in forward", "gathers {} in forward without gradients", "gathers {} in backward", "reduces {}")
 _NUM_KINDS = len(_KINDS)

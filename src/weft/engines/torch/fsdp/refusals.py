@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft import torch_internals
 from weft.engines.torch.amp.graph_walk import Running
+from weft.engines.torch.hooks.bypassed_forward import calls_past_forward
 from weft.engines.torch.hooks.method_hooks import Removable
-from weft.engines.torch.hooks.past_forward import calls_past_forward
-from weft.engines.torch.parts.no_file import refuse_states
+from weft.engines.torch.parts.refuse_pickle import refuse_states
 from weft.errors import ContractError, listed
 
 _COPYING = ("__deepcopy__", "__reduce_ex__")  # looked up on the instance, before its class

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from weft import torch_internals
-from weft.tensors.dtensor import whole_along
+from weft.tensors.blocks import whole_along
 
 _KINDS = (
     torch_internals.FORWARD_PRE_HOOKS,

@@ -13,9 +13,9 @@ from weft.engines.peers import Peers
 from weft.engines.torch.fsdp.refusals import check_loaded
 from weft.engines.torch.fsdp.units import Units
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
-from weft.engines.torch.optim.step_watch import Steps
-from weft.engines.torch.reduced_apart import ReducedApart
-from weft.tensors.elsewhere import is_elsewhere
+from weft.engines.torch.reducing.separate_reduction import ReducedApart
+from weft.engines.torch.steps.watch import Steps
+from weft.tensors.remote_parameter import is_elsewhere
 
 
 class Trained:

@@ -27,8 +27,8 @@ from weft.engines.torch.fsdp.gather_dtype import gather_in
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.parts.left_gathered import check_left, free_left, note_left
 from weft.tensors.dtensor import groups_of, kept_prefetches, reset_units, set_spec_of, state_of
-from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import map_tensors, tensors
+from weft.tensors.remote_parameter import is_elsewhere
 
 
 class Units:

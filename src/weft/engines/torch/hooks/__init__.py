@@ -7,7 +7,7 @@ parameter_reads.py      a sharded parameter that is read outside its unit
 shared_buffers.py       buffers that get the first rank's values
 every_optimizer.py      hooks on the steps of all optimizers
 first_steps.py          mistakes that are in a program from its first step on
-past_forward.py         the error for gradients that came through another method
+bypassed_forward.py     the error for gradients that came through another method
 function_transforms.py  inside `torch.func`
 program_lines.py        lines of a user's program, as errors show them
 """

@@ -9,8 +9,9 @@ hooks of optimizers, and not for one thread while another one steps.
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -75,3 +76,14 @@ def before_every_step(owner: T, run: Run[T]) -> StepHook[T]:
 def after_every_step(owner: T, run: Run[T]) -> StepHook[T]:
     """As `before_every_step`, after each step."""
     return StepHook(owner, run, register_optimizer_step_post_hook)
+
+
+def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """Find the living optimizers that hold one of these parameters."""
+    wanted = {id(p) for p in parameters}
+    return [
+        obj
+        for obj in gc.get_objects()
+        if issubclass(type(obj), torch.optim.Optimizer)
+        and any(id(p) in wanted for entry in getattr(obj, "param_groups", ()) for p in entry["params"])
+    ]

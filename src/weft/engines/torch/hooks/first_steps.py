@@ -19,7 +19,7 @@ from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import after_callbacks
 from weft.engines.torch.hooks.program_lines import applied
 from weft.errors import AlreadyApplied, NotSynchronized, listed, warn
-from weft.tensors.bit_sums import can_be_read, sums_of_bits
+from weft.tensors.checksums import can_be_read, sums_of_bits
 from weft.tensors.dtensor import local
 from weft.tensors.nested import tensors
 from weft.version import TESTED_TORCH

@@ -17,7 +17,7 @@ from weft import torch_internals
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.program_lines import applied, path
 from weft.errors import ContractError, listed
-from weft.tensors.elsewhere import is_elsewhere
+from weft.tensors.remote_parameter import is_elsewhere
 
 
 class ParameterWatch:

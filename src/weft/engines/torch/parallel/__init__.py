@@ -7,5 +7,5 @@ split_attention.py    attention over sequences of which each rank holds a part
 sequence_exchange.py  what it sends
 sequence_inputs.py    what a model is called with then
 sequence_code.py      which parts of a model attend or number tokens, read from its code
-experts/           experts divided among ranks, and tokens sent to them
+experts/              experts divided among ranks, and tokens sent to them
 """

@@ -17,8 +17,9 @@ from torch import nn
 
 from weft import torch_internals
 from weft.errors import ContractError, listed
+from weft.tensors.blocks import as_dtensor
 from weft.tensors.dtensor import is_sharded, local, resting_parameters
-from weft.tensors.elsewhere import is_elsewhere
+from weft.tensors.remote_parameter import is_elsewhere
 
 _TOLERANCE = 1e-2  # of norms of gradients that are computed alike on all ranks, or in parts, which differ altogether
 _SMALL = 1e-6  # of the largest norm: below it there is only noise
@@ -143,9 +144,9 @@ def _is_partial(gradient: torch.Tensor) -> bool:
 
 def _as_if_alike(gradient: torch.Tensor) -> torch.Tensor:
     """The same memory, as a DTensor that is alike on the ranks over which it will be added up."""
-    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415  (who has a DTensor has imported it)
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415  (who has a DTensor has imported it)
 
     cut: Any = gradient.detach()
     placements = [Replicate() if placement.is_partial() else placement for placement in cut.placements]
-    sizes: dict[str, Any] = {"shape": cut.shape, "stride": cut.stride()}
-    return DTensor.from_local(cut.to_local(), cut.device_mesh, placements, run_check=False, **sizes)
+    made: torch.Tensor = as_dtensor(cut.to_local(), cut.device_mesh, placements, cut.shape, cut.stride())
+    return made

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from weft import torch_internals
 from weft.errors import value_error
 from weft.private_names import Attribute
+from weft.tensors.blocks import as_dtensor
 
 _HOOKS = MappingProxyType(
     {
@@ -69,7 +70,7 @@ def join_sequence(mesh: DeviceMesh) -> Callable[..., Any]:
 
 def _moved(x: Any, mesh: DeviceMesh, arrives: Placement, wanted: Placement) -> Any:
     if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, [arrives], run_check=False)
+        x = as_dtensor(x, mesh, [arrives])
     return x if x.placements == (wanted,) else x.redistribute(placements=[wanted])
 
 

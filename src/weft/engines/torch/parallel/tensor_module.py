@@ -42,12 +42,12 @@ from weft.engines.torch.parallel.tensor_hooks import (
 from weft.engines.torch.parts.assigned_data import AssignedData
 from weft.engines.torch.parts.cut_gradient import CutLayerGradient
 from weft.engines.torch.parts.dtensor_reads import check_reads
-from weft.engines.torch.parts.no_file import refuse_states
 from weft.engines.torch.parts.part_gradients import PartGradients
+from weft.engines.torch.parts.refuse_pickle import refuse_states
 from weft.engines.torch.probes.between_blocks import BetweenBlocks
 from weft.engines.torch.probes.no_trace import is_measured
 from weft.engines.torch.probes.whole_unit import TensorUnits
-from weft.engines.torch.strategy import Strategy
+from weft.engines.torch.reducing.strategy import Strategy
 from weft.errors import ContractError, listed
 from weft.tensors.nested import tensors
 

@@ -1,6 +1,6 @@
 """What users do with tensors of which this rank has a part: right, or refused.
 
-no_file.py             files, and whole tensors that are loaded
+refuse_pickle.py       files, and whole tensors that are loaded
 dtensor_operations.py  operations and writes that torch refuses or loses
 dtensor_reads.py       numbers in a DTensor, and copies into one
 part_gradients.py      gradients between a backward pass and a step

@@ -24,7 +24,8 @@ import torch
 from weft import torch_internals
 from weft.engines.torch.parts.dtensor_operations import Copies, check_written, copied, no_memory, watched
 from weft.errors import ContractError
-from weft.tensors.dtensor import cut_like, is_sharded
+from weft.tensors.blocks import cut_as
+from weft.tensors.dtensor import is_sharded
 
 # These methods are not operations: torch looks for the memory of the DTensor itself, and crashes or raises.
 _OF_MEMORY = ("tolist", "numpy", "__format__", "__dlpack__", "storage", "share_memory_", "apply_", "map_", "map2_")
@@ -158,7 +159,7 @@ def _copied(copies: Copies, op: Any, args: tuple[Any, ...], kwargs: dict[str, An
                 expected="a target that is sharded or replicated",
                 fix="target = target.redistribute(placements=[Replicate()] * target.device_mesh.ndim)",
             )
-        part = cut_like(source.expand(target.shape), target)
+        part = cut_as(source.expand(target.shape), target)
     elif source.device_mesh != target.device_mesh:  # torch would take the parts of one for those of the other
         raise ContractError(
             "copy_: a DTensor is copied into one that lies over other ranks",

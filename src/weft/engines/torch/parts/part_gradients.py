@@ -17,9 +17,9 @@ from torch import nn
 from weft import torch_internals
 from weft.engines.torch.hooks.backward_session import after_callbacks
 from weft.engines.torch.hooks.every_optimizer import before_every_step
-from weft.engines.torch.parts.no_file import refuse_optimizer_file
-from weft.tensors.elsewhere import Elsewhere
+from weft.engines.torch.parts.refuse_pickle import refuse_optimizer_file
 from weft.tensors.nested import tensors
+from weft.tensors.remote_parameter import Elsewhere
 
 
 class PartGradients:

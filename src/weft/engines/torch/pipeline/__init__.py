@@ -9,6 +9,6 @@ stage_borders.py     what leaves one stage and enters the next
 stage_parameters.py  parameters and gradients of the passes of a schedule
 schedules.py         torch's schedules
 batch_parts.py       a batch in parts, and the loss of all of them
-with_loss.py         the calls of a pipeline of one stage
-not_computed.py      a tensor that another stage computes
+single_stage.py      the calls of a pipeline of one stage
+remote_output.py     a tensor that another stage computes
 """

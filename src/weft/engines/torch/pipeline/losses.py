@@ -13,8 +13,8 @@ import torch.distributed as dist
 from weft.engines.torch.pipeline.batch_parts import Inputs
 from weft.engines.torch.pipeline.stage_parameters import Kept
 from weft.errors import ContractError, ProbeFailed, type_error
-from weft.tensors.control import control_device
 from weft.tensors.dtensor import local
+from weft.tensors.messages import control_device
 from weft.tensors.nested import map_tensors
 
 LossFunction = Callable[[Any, Any], Any]

@@ -22,8 +22,8 @@ from weft.engines.options import PipelineOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.function_transforms import check_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach
-from weft.engines.torch.parts.no_file import refuse_states
 from weft.engines.torch.parts.part_gradients import PartGradients
+from weft.engines.torch.parts.refuse_pickle import refuse_states
 from weft.engines.torch.pipeline.batch_parts import NOTHING, Inputs, MicroBatches, check_flags, inputs_of, num_items
 from weft.engines.torch.pipeline.losses import (
     FORMS,

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from weft.engines.torch.hooks.method_hooks import Removable, route_calls
-from weft.engines.torch.pipeline.not_computed import Elsewhere, has_elsewhere
+from weft.engines.torch.pipeline.remote_output import Elsewhere, has_elsewhere
 from weft.engines.torch.probes.no_trace import random_kept
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors

@@ -23,7 +23,7 @@ from weft.engines.torch.parallel.tensor_hooks import cut_sequence, join_sequence
 from weft.engines.torch.probes.compare import returned
 from weft.engines.torch.probes.no_trace import copied, no_trace
 from weft.engines.torch.probes.whole_unit import BETWEEN_BLOCKS
-from weft.tensors.dtensor import full_tensor
+from weft.tensors.blocks import full_tensor
 from weft.tensors.nested import tensors
 
 _LIMIT, _LOW_LIMIT = 1e-5, 5e-2

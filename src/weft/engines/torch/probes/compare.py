@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from weft.engines.probes import Compared
 from weft.errors import WeftError
-from weft.tensors.control import control_device
 from weft.tensors.dtensor import local
+from weft.tensors.messages import control_device
 from weft.tensors.nested import leaves, tensors
 
 _PIECE = 1 << 20  # numbers that are looked at together, as int64

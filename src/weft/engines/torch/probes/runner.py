@@ -35,8 +35,8 @@ from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, q
 from weft.engines.torch_errors import is_communication_error, mixed_kinds_error
 from weft.errors import ProbeFailed, listed
 from weft.tensors.dtensor import is_fsdp_unit
-from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import leaves, tensors
+from weft.tensors.remote_parameter import is_elsewhere
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Found = tuple[float, Compared]  # how many times the limit it differs

@@ -27,8 +27,9 @@ from weft.engines.torch.probes.no_trace import copied, no_trace
 from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.engines.torch.probes.same_draws import SameDraws
 from weft.engines.torch.probes.whole_unit import WholeUnits, gathers, is_in
-from weft.engines.torch.strategy import broadcast
-from weft.tensors.dtensor import full_tensor, is_fsdp_unit, is_sharded
+from weft.tensors.blocks import full_tensor
+from weft.tensors.dtensor import is_fsdp_unit, is_sharded
+from weft.tensors.messages import broadcast
 from weft.tensors.nested import map_tensors, tensors
 
 _OF_TORCH = frozenset(vars(nn.Module()))

@@ -28,7 +28,8 @@ from weft.engines.torch.probes.compare import difference, largest_over, returned
 from weft.engines.torch.probes.no_trace import as_made, attributes_of, copied, no_trace
 from weft.engines.torch.probes.part_uses import watched
 from weft.engines.torch.probes.repeated_hooks import hooks_off
-from weft.tensors.dtensor import full_tensor, is_fsdp_unit
+from weft.tensors.blocks import full_tensor
+from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.nested import map_tensors, tensors
 
 _ALONE = ("gather", "vocab", "sequence", "replicate")  # parts of these styles give what they give by themselves

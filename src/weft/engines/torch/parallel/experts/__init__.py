@@ -1,9 +1,9 @@
 """Experts on several ranks: each rank holds some of them, and tokens go to where they are.
 
-divided.py       which rank holds which experts, and everybody's again
-stacked.py       experts that are parts of stacked parameters
-listed.py        experts that are modules in a list
-expert_stand_ins.py     what takes the place of listed experts while the module around them runs
-all_to_all.py    rows of tensors to the ranks they are for, and gradients back
-local_losses.py  losses of routers over the batch of one rank, which are refused
+divided.py              which rank holds which experts, and everybody's again
+stacked.py              experts that are parts of stacked parameters
+listed.py               experts that are modules in a list
+expert_placeholders.py  what takes the place of listed experts while the module around them runs
+all_to_all.py           rows of tensors to the ranks they are for, and gradients back
+local_losses.py         losses of routers over the batch of one rank, which are refused
 """

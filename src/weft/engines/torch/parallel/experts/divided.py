@@ -23,19 +23,20 @@ from weft.engines.torch.fsdp.remove import replace_parameters, unsharded_paramet
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.engines.torch.hooks.function_transforms import refuse_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach
-from weft.engines.torch.optim.full_param_step import check_steps_on_shards
 from weft.engines.torch.parallel.experts.all_to_all import Line
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.local_losses import refuse_local_losses
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
 from weft.engines.torch.parts.dtensor_reads import check_reads
-from weft.engines.torch.parts.no_file import refuse_states
 from weft.engines.torch.parts.part_gradients import PartGradients
+from weft.engines.torch.parts.refuse_pickle import refuse_states
 from weft.engines.torch.probes.whole_experts import ExpertUnits, SplitRows
 from weft.engines.torch.probes.whole_unit import called_around
-from weft.engines.torch.stepping.one_kind import step_on_one_kind
-from weft.engines.torch.strategy import broadcast
-from weft.tensors.elsewhere import empty_elsewhere
+from weft.engines.torch.steps.full_params import check_steps_on_shards
+from weft.engines.torch.steps.one_kind import step_on_one_kind
+from weft.tensors.blocks import as_dtensor
+from weft.tensors.messages import broadcast
+from weft.tensors.remote_parameter import empty_elsewhere
 
 
 class DividedExperts:
@@ -153,7 +154,7 @@ def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     first = mesh.get_local_rank() * held
     with torch.no_grad():
         mine = parameter[first : first + held].clone(memory_format=torch.contiguous_format)
-        cut: Any = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
+        cut = as_dtensor(mine, mesh, [Shard(0)])
     return nn.Parameter(cut, parameter.requires_grad)
 
 

@@ -18,9 +18,9 @@ from torch import nn
 
 from weft import torch_internals
 from weft.engines.torch.parallel.experts.all_to_all import Line, Route, send_rows
-from weft.engines.torch.parallel.experts.expert_stand_ins import DTYPES, Answering, Call, End, Noting, StandIn
-from weft.tensors.control import control_device
+from weft.engines.torch.parallel.experts.expert_placeholders import DTYPES, Answering, Call, End, Noting, StandIn
 from weft.tensors.dtensor import is_sharded
+from weft.tensors.messages import control_device
 from weft.tensors.nested import map_tensors, tensors
 
 

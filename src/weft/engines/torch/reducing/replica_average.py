@@ -1,0 +1,309 @@
+"""Gradients averaged over the replicas of an elastic job, when a backward pass has ended.
+
+A replica may be lost in the middle. Then the gradients are zero, so that what the loop does before its step (clipping,
+logging) finds numbers, and the step does nothing: `resilient` sees to it that this step is made again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from weft import torch_internals
+from weft.engines.options import StrategyOptions
+from weft.engines.peers import Replicas
+from weft.engines.torch.amp.graph_walk import running_backward
+from weft.engines.torch.hooks.backward_session import BackwardSession
+from weft.engines.torch.hooks.shared_buffers import SharedBuffers
+from weft.engines.torch.reducing.flat_buffer import FlatPiece
+from weft.errors import UnusedParameters, listed
+from weft.tensors.dtensor import local
+from weft.tensors.nested import tensors
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+class ReplicaAverage:
+    """Averages the gradients of one module.
+
+    Attributes:
+        mean_over: The ranks of this replica's own group that do: none.
+        enabled: Whether the next backward pass communicates.
+    """
+
+    mean_over = 1
+
+    def __init__(self, module: nn.Module, replicas: Replicas, options: StrategyOptions, *, alone: bool) -> None:
+        self.enabled = True
+        self._due = False
+        self._kinds: list[tuple[int, torch.dtype, torch.Size]] = []
+        self._pieces: list[FlatPiece] = []
+        self._of_gradients: list[_Flat] = []  # of those that do not lie in pieces
+        self._of_buffers: list[_Flat] = []
+        self._named = dict(module.named_parameters())
+        self._alone = alone
+        self._buffers = SharedBuffers(module)
+        self._shares = options.buffers == "broadcast" and bool(self._buffers.tensors())
+        self._class_name = type(module).__name__
+        self._replicas = replicas
+        self._options = options
+        self._session = BackwardSession(self._begin, self._end, rounds=2)  # after the ranks of this replica
+        self._got = bytearray(len(self._named))  # which parameters a gradient has reached since they had none
+        self._handles: dict[int, RemovableHandle] = {}
+        if alone:
+            self._see_arrivals()
+        else:  # gradients of the parameters themselves come from a strategy
+            self._handles[-1] = module.register_forward_hook(partial(_watch, self._session))
+        if self._shares:
+            self._handles[-2] = module.register_forward_hook(partial(_watch_passes, self._buffers))
+
+    def _see_arrivals(self) -> None:
+        for index, p in enumerate(self._named.values()):
+            if p.requires_grad and index not in self._handles:
+                hook = partial(_arrive, self._session, self._got, index)
+                self._handles[index] = p.register_post_accumulate_grad_hook(hook)
+
+    def undo(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles.values():
+            handle.remove()
+
+    def begin_window(self) -> None:
+        """Backward passes keep their gradients here from now on."""
+        self.enabled, self._due = False, True
+
+    def last_backward(self) -> None:
+        """The next backward pass averages the gradients of the window."""
+        self.enabled = True
+
+    def end_window(self, *, left: bool = False) -> None:
+        """Average the gradients of a window whose last backward pass did not come."""
+        owes, self.enabled, self._due = self._due, True, False
+        if owes and not left:
+            self._exchange(zeros=True)
+
+    def _begin(self) -> None:
+        """Let what is left of the backward pass add to the pieces; not sooner, for it may never come."""
+        if not self._pieces:
+            return
+        for index, p in enumerate(self._named.values()):
+            if p.grad is None:
+                self._got[index] = 0
+        for piece in self._pieces:
+            if all(p.requires_grad for p in piece.parameters):
+                piece.attach()
+
+    def _end(self) -> None:
+        if self._shares:
+            self._buffers.passed(retained=running_backward().retains_graph)
+        if self.enabled:
+            self._due = False
+            self._exchange(zeros=not self._alone or self._options.unused == "zero")
+
+    @torch.no_grad()
+    def _exchange(self, *, zeros: bool) -> None:
+        trained = {name: p for name, p in self._named.items() if p.requires_grad}
+        without = self._without(trained)
+        if without and not zeros:
+            for name in without:
+                self._named[name].grad = None
+            raise UnusedParameters(
+                f"replicate: {len(without)} parameter(s) of {self._class_name} got no gradient in this backward pass",
+                found=listed(without),
+                expected="every parameter that requires a gradient takes part in the loss, on every replica",
+                fix='weft.replicate(..., unused="zero"), or requires_grad_(False) on them; on all of '
+                f"{self._class_name} while the loss of another model flows through it (a critic, a discriminator)",
+            )
+        used = torch.tensor([float(name not in without) for name in trained]) if zeros else None
+        for name in without:
+            if trained[name].grad is None:
+                trained[name].grad = torch.zeros_like(trained[name])
+        sums = [*self._fill(list(trained.values()))] if self._replicas.size > 1 else []
+        counts = [] if used is None else [used]
+        if not self._replicas.add_up([*sums, *counts], room=bool(sums)):
+            torch_internals.foreach_zero([local(p.grad) for p in trained.values() if p.grad is not None])
+            return
+        if sums:
+            for flat in self._of_gradients:
+                flat.put_back()
+            if self._of_buffers:
+                self._buffers.receive(self._put_buffers, is_first=self._replicas.index == 0)
+        if used is not None:
+            for p, count in zip(trained.values(), used.tolist(), strict=True):
+                if not count:
+                    p.grad = None  # nobody used it
+
+    def _without(self, trained: Mapping[str, nn.Parameter]) -> list[str]:
+        """The names of those that this backward pass has given no gradient, to this replica."""
+        lent = [i for piece in self._pieces for i in piece.without if not self._got[i]]  # zeros that nothing reached
+        for piece in self._pieces:
+            piece.without.clear()
+        everyone = [*self._named] if lent else []
+        unreached = {everyone[i] for i in lent}
+        return [name for name, p in trained.items() if p.grad is None or name in unreached]
+
+    def _fill(self, trained: Sequence[nn.Parameter]) -> Iterator[torch.Tensor]:
+        """The mean of the gradients, and the first replica's buffers, each as far as this replica adds to it."""
+        given = [p.grad for p in trained]
+        gradients: list[torch.Tensor] = []
+        if not self._are_views(given):
+            gradients = [local(g) for g in given if g is not None]
+            kinds = [(id(p), g.dtype, g.shape) for p, g in zip(trained, gradients, strict=True)]
+            if kinds != self._kinds:
+                self._kinds = kinds
+                self._lay_out(trained, gradients)
+        factor = 1 / self._replicas.size
+        for piece in self._pieces:
+            piece.attach()
+            piece.without.clear()
+            yield piece.gradients.mul_(factor)
+        for flat in self._of_gradients:
+            yield flat.fill(gradients, factor)
+        buffers = self._buffers.tensors()
+        for flat in self._of_buffers:
+            yield flat.fill(buffers, float(self._replicas.index == 0))
+
+    def _put_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        for flat in self._of_buffers:
+            flat.put_back(buffers)
+
+    def _are_views(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether these are the views of the one piece, in order, as nearly always: then nothing has changed."""
+        if len(self._pieces) != 1 or self._of_gradients:
+            return False
+        views = self._pieces[0].views
+        return len(gradients) == len(views) and all(map(operator.is_, gradients, views))
+
+    def _lay_out(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
+        """Decide where gradients and buffers lie together: on the CPU, each with room for one element at the end."""
+        places = {id(p): index for index, p in enumerate(self._named.values())}
+        self._pieces, self._of_gradients = [], []
+        if self._alone:
+            self._see_arrivals()  # at those that were frozen until now
+        for which in _by_kind(gradients):
+            same, first = [parameters[index] for index in which], gradients[which[0]]
+            if self._alone and first.device.type == "cpu" and self._options.dtype in (None, first.dtype):
+                self._pieces.append(FlatPiece(same, [places[id(p)] for p in same], keeps_values=False, room=1))
+            else:
+                self._of_gradients.append(_Flat(gradients, which, self._options.dtype))
+        buffers = self._buffers.tensors() if self._shares else []
+        self._of_buffers = [_Flat(buffers, which) for which in _by_kind(buffers)]
+
+
+def _arrive(session: BackwardSession, got: bytearray, index: int, parameter: torch.Tensor) -> None:
+    got[index] = 1
+    session.enter()
+
+
+def _enter(session: BackwardSession, parameter: torch.Tensor) -> None:
+    session.enter()
+
+
+def _watch(session: BackwardSession, module: nn.Module, inputs: Any, output: Any) -> None:
+    for tensor in tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(partial(_enter, session))
+
+
+def _watch_passes(buffers: SharedBuffers, module: nn.Module, inputs: Any, output: Any) -> None:
+    if torch.is_grad_enabled():
+        buffers.watch(output)
+
+
+def _by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The indices of tensors of one dtype on one device."""
+    found: dict[object, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        found.setdefault((tensor.dtype, tensor.device), []).append(index)
+    return list(found.values())
+
+
+class _Bucket(NamedTuple):
+    """Tensors on an accelerator that are copied to the CPU and back together.
+
+    Attributes:
+        which: Of the tensors of a `_Flat`.
+        values: Their part of its piece.
+        packed: As much memory on the accelerator.
+        parts: It, in the shapes of the tensors.
+    """
+
+    which: slice
+    values: torch.Tensor
+    packed: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
+
+
+class _Flat:
+    """Copies of tensors of one dtype in one piece on the CPU, kept from step to step, with one element at the end.
+
+    Those on an accelerator are packed there, so that one copy moves up to `_BUCKET_BYTES`, for which this takes as much
+    of its memory; a larger tensor is copied as it is. The piece is then pinned.
+
+    Attributes:
+        values: This piece, one-dimensional.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], which: Sequence[int], dtype: torch.dtype | None = None) -> None:
+        """Make room for those of the tensors with the indices `which`."""
+        self._which = which
+        first = tensors[which[0]]
+        kind = torch.uint8 if (dtype or first.dtype) == torch.bool else dtype or first.dtype
+        sizes = [tensors[index].numel() for index in which]
+        self._device, is_far = first.device, first.device.type != "cpu"
+        self.values = torch.zeros(sum(sizes) + 1, dtype=kind, pin_memory=is_far)
+        parts = self.values[:-1].split(sizes)
+        self._parts = [part.view(tensors[i].shape) for part, i in zip(parts, which, strict=True)]
+        self._tensors: list[torch.Tensor] = []
+        self._buckets = list(self._cut(sizes)) if is_far else []
+
+    def _cut(self, sizes: Sequence[int]) -> Iterator[_Bucket]:
+        room = _BUCKET_BYTES // self.values.element_size()
+        places = [0, *itertools.accumulate(sizes)]
+        memory = torch.empty(min(room, places[-1]), dtype=self.values.dtype, device=self._device)
+        first = 0
+        for last in range(1, len(places)):
+            if last == len(sizes) or places[last + 1] - places[first] > room:
+                values = self.values[places[first] : places[last]]
+                packed = memory[: len(values)] if last > first + 1 else memory[:0]
+                shapes = [part.shape for part in self._parts[first:last]]
+                parts = packed.split(sizes[first:last]) if len(packed) else ()
+                views = tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=False))
+                yield _Bucket(slice(first, last), values, packed, views)
+                first = last
+
+    def fill(self, tensors: Sequence[torch.Tensor], factor: float) -> torch.Tensor:
+        """The values of the tensors, multiplied by a factor."""
+        self._tensors = [tensors[index] for index in self._which]
+        if not self._buckets:
+            torch_internals.foreach_copy(self._parts, self._tensors)
+        for bucket in self._buckets:
+            if bucket.parts:
+                torch_internals.foreach_copy(bucket.parts, self._tensors[bucket.which])
+                bucket.values.copy_(bucket.packed, non_blocking=True)
+            else:
+                self._parts[bucket.which.start].copy_(self._tensors[bucket.which.start], non_blocking=True)
+        if self._buckets:
+            torch.accelerator.current_stream(self._device).synchronize()
+        if factor == 1:
+            return self.values
+        return self.values.mul_(factor) if factor else self.values.zero_()
+
+    def put_back(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Give the tensors, or others like them, the values of the piece."""
+        given = [tensors[index] for index in self._which] if tensors else self._tensors
+        if not self._buckets:
+            torch_internals.foreach_copy(given, self._parts)
+        for bucket in self._buckets:
+            if bucket.parts:
+                bucket.packed.copy_(bucket.values, non_blocking=True)
+                torch_internals.foreach_copy(given[bucket.which], bucket.parts)
+            else:
+                given[bucket.which.start].copy_(self._parts[bucket.which.start], non_blocking=True)

@@ -1,0 +1,154 @@
+"""What `replicate` and `fully_shard` have in common: they reduce the gradients of one module over ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.engines.options import StrategyOptions
+from weft.engines.peers import Peers
+from weft.engines.torch.hooks.first_steps import FirstSteps
+from weft.engines.torch.hooks.method_hooks import Removable
+from weft.engines.torch.hooks.shared_buffers import SharedBuffers
+from weft.engines.torch.steps.watch import Steps, settings_of
+from weft.errors import NotSynchronized, UnusedParameters, listed
+from weft.tensors.dtensor import is_sharded
+from weft.tensors.messages import broadcast
+
+
+class Strategy:
+    """A strategy on one module.
+
+    Attributes:
+        enabled: Whether the next backward pass communicates.
+        mean_over: Number of ranks the gradients are averaged over.
+        finds_unused: Whether parameters may be without gradient, which then counts as zero.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: StrategyOptions, peers: Peers) -> None:
+        self.enabled = True
+        self.mean_over = dist.get_world_size(group)
+        self._what = options.strategy
+        self._class_name = type(module).__name__
+        self._module = weakref.ref(module)
+        self._group: dist.ProcessGroup | None = group
+        self._peers = peers
+        self._due = False  # the running window owes a reduction
+        self._reductions = 0
+        self._place = 0  # of the last one among those of all modules
+        shares = options.buffers == "broadcast" and any(True for _ in module.buffers())
+        self._buffers = SharedBuffers(module) if shares else None
+        self.finds_unused = options.unused == "zero"
+        self._removable = Removable()
+        self._first_steps = FirstSteps(self._what, self._class_name, peers)
+        self._steps = Steps(self._what, self, group, peers, module)
+
+    _trained: Any = None  # the parameters: `first()`, and those with the `same_on_all()` ranks
+
+    def begin_window(self) -> None:
+        """Backward passes keep their gradients on this rank from now on."""
+        self._due = True
+        self._first_steps.begin_window()
+        self._synchronize(enabled=False)
+
+    def last_backward(self) -> None:
+        """The next backward pass reduces the gradients of the window."""
+        self._synchronize(enabled=True)
+
+    def _close_window(self) -> bool:
+        """The window has ended: whether it owes a reduction."""
+        self._synchronize(enabled=True)
+        owes, self._due = self.owes, False
+        return owes
+
+    def _synchronize(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+
+    @property
+    def owes(self) -> bool:
+        """Whether no backward pass has reduced the gradients of the running window."""
+        return self._due and self._group is not None
+
+    def release(self) -> None:
+        """Let the process group go; backward raises from now on."""
+        self._steps.release()
+        self._group = None
+
+    def undo(self) -> None:
+        """Take everything off the module again."""
+        self._removable.remove()
+        self.release()
+
+    def reduced_in_backward(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients are reduced and handed over while backward runs, each once."""
+        return ()
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer cannot step on shards, or would come to other numbers."""
+        if any(is_sharded(p) for entry in optimizer.param_groups for p in entry["params"]):
+            from weft.engines.torch.steps import full_params  # noqa: PLC0415  (DTensors are there)
+
+            full_params.check_steps_on_shards(self._what, optimizer)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        raise NotImplementedError
+
+    def is_stepped(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """All ranks are about to make step `number`; see `FirstSteps`."""
+        trained = self._trained
+        self._first_steps.compare(number, {} if number > 1 or trained is None else trained.same_on_all())
+        if trained is not None:
+            self._first_steps.note_step(number, trained.first(), optimizer)
+
+    def settings(self) -> Mapping[str, object]:
+        """What of the module has to be equal on all ranks and may change."""
+        module = self._module()
+        # A rank that skipped a backward pass would otherwise meet the next one of the others with its own. So would
+        # two modules that are reduced in another order.
+        facts = {"gradients averaged so far": self._reductions, "of all modules": self._place}
+        return facts if module is None else {**facts, **settings_of(module)}
+
+    def _note_reduction(self) -> None:
+        self._due = False
+        self._reductions += 1
+        self._place = self._peers.next_reduction()
+        self._steps.check_called()
+
+    def _pass_on_buffers(self, retains_graph: Callable[[], bool], *, reduced: bool = True) -> None:
+        """Broadcast buffers after a backward pass, if it was reduced; see [Note: passes that wait]."""
+        if self._buffers is None:
+            return
+        self._buffers.passed(retained=retains_graph())
+        group = self._group
+        if reduced and group is not None:
+            self._buffers.receive(lambda buffers: broadcast(buffers, group), is_first=dist.get_rank(group) == 0)
+
+    def _before(self, module: Any = None, args: Any = (), kwargs: Any = None) -> None:
+        """The module is about to be called."""
+        if self._first_steps.wants_inputs and torch.is_grad_enabled():
+            self._first_steps.see_inputs(self._module(), args, kwargs)
+
+    def _raise_unused(self, names: Sequence[str]) -> NoReturn:
+        error = UnusedParameters(
+            f"{self._what}: {len(names)} parameter(s) of {self._class_name} got no gradient in this backward pass",
+            found=listed(names),
+            expected="every parameter that requires a gradient takes part in the loss, on every rank",
+            fix=f'weft.{self._what}(..., unused="zero"), or requires_grad_(False) on them; on all of '
+            f"{self._class_name} while the loss of another model flows through it (a critic, a discriminator)",
+        )
+        self._peers.report(error)
+        raise error
+
+    def _raise_in_window(self) -> NoReturn:
+        raise NotSynchronized(
+            f"{self._what}: a step on gradients of {self._class_name} before they were averaged over the ranks",
+            found="an optimizer step in the middle of a window",
+            expected="one optimizer step after the last micro-batch of a window",
+            fix="for batch in window: ...; then optimizer.step(), after the inner loop",
+        )

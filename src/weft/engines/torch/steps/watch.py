@@ -1,0 +1,348 @@
+"""See every step of the optimizers that hold the parameters of a strategy, before it changes anything.
+
+A strategy is given a module, and an optimizer may be made at any time; torch has no list of them. The living ones
+are found before the first backward pass, and again when parameters changed although no step was seen. One that steps on
+a rank that has not called the module is seen by a hook for all optimizers: the other ranks may be in a backward pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from weft import torch_internals
+from weft.engines.peers import Peers
+from weft.engines.torch.hooks.every_optimizer import after_every_step, before_every_step, optimizers_of
+from weft.engines.torch.parts.refuse_pickle import refuse_optimizer_file
+from weft.engines.torch.steps.swapped import replace_closure
+from weft.errors import ContractError, NotSynchronized, listed
+from weft.tensors.dtensor import is_sharded, local
+from weft.version import TESTED_TORCH
+
+# Settings are compared at each of the first 16 steps, at every 16th of the first 128, and at every 128th after that: a
+# comparison costs about a tenth of a small step.
+_OFTEN = 16
+_RARELY = 128
+_SAME_SETTINGS = (
+    "the same learning rate and model.train() on all ranks; scheduler.step(weft.reduce(loss, ctx, 'mean')) where a "
+    "schedule follows a loss"
+)
+_MAX_SEARCHES = 8  # for a loop that changes parameters by hand, and would be searched for in each step
+
+
+class StepOwner(Protocol):
+    """A strategy, as its steps see it."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer cannot step on the parameters as the strategy keeps them."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step: reduce what is pending, or raise."""
+
+    def is_stepped(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """All ranks are about to make step `number` of those that were seen."""
+
+    def settings(self) -> Mapping[str, object]:
+        """What of the module has to be equal on all ranks and may change: dropout, training or evaluation."""
+        ...
+
+
+@runtime_checkable
+class StepInParts(Protocol):
+    """Hooks on an optimizer that let it step on parts of its parameters."""
+
+    def is_left_out(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it has stepped without them."""
+        ...
+
+
+class Steps:
+    """The steps of the optimizers that hold the parameters of one strategy.
+
+    Attributes:
+        number: How many were seen.
+        changed: Whether parameters had changed without a step at the last look.
+    """
+
+    def __init__(
+        self, what: str, owner: StepOwner, group: dist.ProcessGroup, peers: Peers, module: nn.Module | None = None
+    ) -> None:
+        """Begin to see steps.
+
+        Args:
+            what: Name of the strategy.
+            owner: The strategy.
+            group: Its ranks.
+            peers: The same ones.
+            module: Whose parameters an optimizer may hold that nobody has named; None: every one is attached.
+        """
+        self.number = 0
+        self.changed = False
+        self._what = what
+        self._owner = weakref.ref(owner)
+        self._group: dist.ProcessGroup | None = group
+        self._peers = peers
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._searches_left = _MAX_SEARCHES
+        self._looked = False
+        self._version = self._number = 0  # of a parameter, and of steps, at the last look
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._module = None if module is None else weakref.ref(module)
+        self._hooks = (
+            () if module is None else (before_every_step(self, Steps._see), after_every_step(self, Steps._note_fused))
+        )
+
+    def search(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Find the optimizers that hold `parameters`, all those of the strategy."""
+        for optimizer in optimizers_of(parameters):
+            self.attach(optimizer)
+
+    def look(self, first: nn.Parameter | None, parameters: Callable[[], Iterable[nn.Parameter]]) -> bool:
+        """Search in the first call, and when a parameter has changed although no step was seen.
+
+        Args:
+            first: The parameter, whose version tells of changes.
+            parameters: All of them.
+
+        Returns:
+            Whether optimizers were searched for; not any more when that was often in vain.
+        """
+        version = -1 if first is None else torch_internals.VERSION.of(first)
+        self.changed = self._looked and version != self._version and self.number == self._number
+        searches = not self._looked or (self.changed and self._searches_left > 0)
+        if searches:
+            self._searches_left -= self.changed
+            self.search(parameters())
+            self._looked = True
+        self._version, self._number = version, self.number
+        return searches
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """See the steps of this optimizer."""
+        if optimizer not in self._seen:
+            steps = optimizer.register_step_pre_hook(self._before)
+            # First of all: other hooks read gradients, which may be pending.
+            torch_internals.STEP_PRE_HOOKS.of(optimizer).move_to_end(steps.id, last=False)
+            self._seen[optimizer] = _Seen((steps, optimizer.register_state_dict_post_hook(self._refuse_file)))
+
+    def check_called(self) -> None:
+        """Raise if an optimizer that is to step on parts has stepped, and torch has called no hook on it.
+
+        Raises:
+            NotSynchronized: It has; as every rank has done the same, on all of them.
+        """
+        for optimizer in () if self.number else self._seen:
+            hooks = [getattr(hook, "__self__", None) for hook in torch_internals.STEP_PRE_HOOKS.of(optimizer).values()]
+            if any(isinstance(one, StepInParts) and one.is_left_out(optimizer) for one in hooks):
+                kind = type(optimizer).__name__
+                raise NotSynchronized(
+                    f"{self._what}: {kind} steps on whole parameters",
+                    found=f"state of whole parameters after a step, and no hook on {kind} was called; "
+                    f"torch {torch.__version__}",
+                    expected="the step of the class, around which torch calls hooks: they let it step on a part",
+                    fix=f"optimizer.step()  # of {kind} itself; or pip install 'torch=={TESTED_TORCH[-1]}'",
+                )
+
+    def arrange(self, optimizer: torch.optim.Optimizer) -> None:
+        """One whose steps are seen is about to step, and no hook on it has run: let it step on tensors of one kind."""
+        seen = self._seen.get(optimizer)
+        if seen is not None and any(is_sharded(p) for entry in optimizer.param_groups for p in entry["params"]):
+            from weft.engines.torch.steps.one_kind import step_on_one_kind  # noqa: PLC0415  (DTensors are there)
+
+            seen.handles += step_on_one_kind(optimizer)
+
+    def check_other(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        """Raise if an optimizer that holds nothing of the module was meant for it.
+
+        Raises:
+            ContractError: The module has gradients and no optimizer, and this one has no gradients.
+        """
+        held = [p for entry in optimizer.param_groups for p in entry["params"]]
+        if self.number or len(self._seen) or self._group is None or any(p.grad is not None for p in held):
+            return  # a module that was stepped on had an optimizer, which may be gone
+        if any(p.grad is not None for p in module.parameters()):
+            kind = type(optimizer).__name__
+            of = "torch.optim." if type(optimizer).__module__.startswith("torch.optim.") else ""
+            raise ContractError(
+                f"{self._what}: {kind} updates none of the parameters of {type(module).__name__}",
+                found=f"{len(held)} parameters without gradients in the optimizer, of another model or of an earlier "
+                "one; and gradients in the module, which no optimizer holds",
+                expected="an optimizer over the parameters of the module that is trained",
+                fix=f"optimizer = {of}{kind}(model.parameters())  # after the model has its final form",
+            )
+
+    def release(self) -> None:
+        """Take the hooks off and let the process group go."""
+        for seen in self._seen.values():
+            for handle in seen.handles:
+                handle.remove()
+        self._seen.clear()
+        for hook in self._hooks:
+            hook.release()
+        self._group = None
+
+    def _see(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer is about to step: attach it before its first step, if it holds parameters of the module."""
+        module = None if self._module is None else self._module()
+        if module is None:
+            return
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            wanted = {id(p) for p in module.parameters()}
+            if any(id(p) in wanted for entry in optimizer.param_groups for p in entry["params"]):
+                self.attach(optimizer)
+            else:
+                self.check_other(optimizer, module)
+        self.arrange(optimizer)
+
+    def _note_fused(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the versions of parameters tell of every step of ours: torch's fused kernels leave them as they are."""
+        if optimizer in self._seen:
+            fused = (entry["params"] for entry in optimizer.param_groups if entry.get("fused"))
+            torch.autograd.graph.increment_version([p for held in fused for p in held if p.grad is not None])
+
+    def _refuse_file(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        refuse_optimizer_file(self._what, optimizer, state)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        owner = self._owner()
+        if owner is None or self._group is None:
+            return None
+        owner.check_optimizer(optimizer)
+        owner.before_step(optimizer)
+        self.number += 1
+        self._compare(optimizer, owner)
+        owner.is_stepped(self.number, optimizer)
+        return self._with_common_loss(optimizer, args, kwargs)
+
+    def _compare(self, optimizer: torch.optim.Optimizer, owner: StepOwner) -> None:
+        """Compare settings with those of the other ranks, of which a different one lets weights drift apart."""
+        seen = self._seen.setdefault(optimizer, _Seen())  # a wrapper may have the hooks of an optimizer
+        seen.steps = number = seen.steps + 1
+        if number > _OFTEN and number % (_OFTEN if number <= _RARELY else _RARELY):
+            return
+        what = f"step {number} of {type(optimizer).__name__}"
+        facts = {**_settings(optimizer), **owner.settings()}
+        if number == 1:
+            self._peers.agree(what, facts, fix=_SAME_SETTINGS)
+        else:
+            self._peers.compare(what, facts, fix=_SAME_SETTINGS)
+
+    def _with_common_loss(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let a closure return the mean over the ranks, so that optimizers that compare losses decide alike."""
+        return replace_closure(args, kwargs, lambda closure: lambda: self._mean(closure(), optimizer))
+
+    def _mean(self, loss: Any, optimizer: torch.optim.Optimizer) -> Any:
+        if self._group is None or not isinstance(loss, (float, torch.Tensor)):
+            return loss
+        # A Python float has 64 bits; with fewer, a line search would decide otherwise than in one process.
+        if isinstance(loss, float):
+            device = next(p.device for entry in optimizer.param_groups for p in entry["params"])
+            mean = torch.tensor(loss, dtype=torch.float64, device=device)
+        else:
+            mean = loss.detach().clone()
+        dist.all_reduce(mean, group=self._group)
+        mean /= dist.get_world_size(self._group)
+        return float(mean) if isinstance(loss, float) else mean
+
+
+@dataclass
+class _Seen:
+    """What is kept of one optimizer: the hooks on it, and how many steps it has made."""
+
+    handles: tuple[RemovableHandle, ...] = ()
+    steps: int = 0
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """The numbers and switches of an optimizer's groups; those that lie on an accelerator are not read."""
+    facts: dict[str, object] = {"optimizer": type(optimizer).__name__}
+    for number, entry in enumerate(optimizer.param_groups):
+        for name, value in entry.items():
+            plain = len(value) if name == "params" else _plain(value)
+            if plain is not None:
+                facts[f"group {number}: {'parameters' if name == 'params' else name}"] = plain
+    return facts
+
+
+def settings_of(module: nn.Module) -> dict[str, object]:
+    """What of a module makes it compute otherwise on one rank, and may be changed at any time."""
+    parts: list[tuple[str, Any]] = list(module.named_modules())
+    return {
+        "trained parameters": sum(p.requires_grad for p in module.parameters()),
+        "training": f"{sum(part.training for _, part in parts)} of {len(parts)} parts",
+        "dropout": {name: float(part.p) for name, part in parts if torch_internals.dropout.holds(part)},
+    }
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], peers: Peers) -> None:
+    """Raise if gradients that no backward pass has reduced differ between the ranks. Collectives: none; a meeting.
+
+    A rank that comes here alone, while the others reduce gradients in backward, is found at the meeting; in a
+    collective the two would wait for each other.
+
+    Args:
+        what: Name of the strategy, for the error text.
+        named: Its parameters by name.
+        peers: The ranks.
+
+    Raises:
+        NotSynchronized: On all ranks; a step would let their weights drift apart.
+        PeerError: Another rank is in a backward pass.
+    """
+    parameters = dict(named)
+    # Equal gradients have equal sums, to the bit; without a gradient there is another number.
+    sums = torch.stack([_sum(p.grad).cpu() for p in parameters.values()]).view(torch.int64).tolist()
+    digests = peers.meet("optimizer.step() without a backward pass", hashlib.sha256(repr(sums).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    everyone = peers.meet("gradients that differ", sums)
+    differing = [name for name, *ours in zip(parameters, *everyone, strict=True) if len(set(ours)) > 1]
+    if differing:
+        raise NotSynchronized(
+            f"{what}: a step on gradients that were not averaged over the ranks",
+            found=f"gradients that differ between ranks: {listed(differing)}; set by hand, by torch.autograd.grad, "
+            "or changed after a window was left early",
+            expected="gradients that come from a backward pass, or are equal on all ranks",
+            fix="loss.backward()  # or p.grad = weft.reduce(gradient, ctx, 'mean'); "
+            "in a window, continue in place of break",
+        )
+
+
+def _sum(gradient: torch.Tensor | None) -> torch.Tensor:
+    if gradient is None:
+        return torch.tensor(-0.0, dtype=torch.float64)
+    gradient = local(gradient.detach())
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.double().sum() + 0.0
+
+
+def raise_step_inside(what: str, class_name: str) -> NoReturn:
+    """Raise for a step while gradients are still coming.
+
+    Raises:
+        NotSynchronized: Always.
+    """
+    raise NotSynchronized(
+        f"{what}: parameters of {class_name} were updated inside a backward pass",
+        found="a step in a hook on a parameter, on the gradient of this rank alone",
+        expected="a step after backward, when gradients were averaged over the ranks",
+        fix="loss.backward(); optimizer.step()",
+    )

@@ -1,0 +1,36 @@
+"""How tensors travel between ranks: on which device numbers that the host needs, and many tensors as one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from weft import torch_internals
+
+
+def control_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Of tensors that every rank reads as soon as they have come.
+
+    Args:
+        group: Whose ranks exchange them.
+        device: Of its ranks.
+
+    Returns:
+        The CPU if the group has a backend for it, as one that `weft.start` has made; else `device`.
+    """
+    if device.type == "cpu" or group is None or "cpu:" not in dist.get_backend_config(group):
+        return device
+    return torch.device("cpu")
+
+
+def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Give tensors the values that they have on one rank of the group."""
+    sent = [as_sent(tensor.detach()) for tensor in tensors]
+    torch_internals.broadcast_coalesced(group, sent, 250 * 2**20, source)
+
+
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, in a dtype that every backend knows: 8-bit floating-point numbers as bytes."""
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
