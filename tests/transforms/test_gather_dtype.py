@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
+from weft.engines.torch.amp import recast_saved_weights
 from weft.testing import largest_difference, run_ranks
 
 bf16, f32 = torch.bfloat16, torch.float32
@@ -143,7 +144,7 @@ def test_forward_keeps_no_casts_of_what_was_gathered():
 def _casts_made_again(ctx):
     kept = _train(ctx, "bf16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cast_again, "_SMALL", 0)  # these layers are so small that their casts are kept
+        patch.setattr(recast_saved_weights, "_SMALL", 0)  # these layers are so small that their casts are kept
         return largest_difference(kept, _train(ctx, "bf16"))
 
 

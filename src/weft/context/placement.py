@@ -142,3 +142,18 @@ def values_replaced(objects: Iterable[object], ctx: DistContext) -> None:
 def apply_layout(module: nn.Module, ctx: DistContext, axes: Sequence[str], cut: str) -> Undoable | None:
     """Divide a module among the devices of this one rank, "no", "state" or "all" of it; None if it has one device."""
     return ctx.engine.apply_layout(module, axes, cut) if isinstance(ctx.engine, Spmd) else None
+
+
+def check_ranks_send(what: str, ctx: DistContext, expected: str, *, fix: str) -> None:
+    """Raise where what a transform does needs ranks that send tensors to each other, one operation after the other.
+
+    Raises:
+        ValueError: One process drives several devices, and compiles a step as a whole.
+    """
+    if isinstance(ctx.engine, Spmd):
+        raise value_error(
+            f"{what}: not supported on {ctx.engine.name}",
+            found=f"engine {ctx.engine.name!r}, of which one process drives several devices",
+            expected=expected,
+            fix=fix,
+        )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from weft.checks import is_of
 from weft.collectives import broadcast
 from weft.context import DistContext
+from weft.context.placement import check_ranks_send
 from weft.contract import StepsApart, offered
 from weft.contract.layout import axes_of_dims
+from weft.engines import Spmd
+from weft.engines.options import StepMeshes
 from weft.engines.results import Undoable
 from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContractError, OrderError, value_error
@@ -75,6 +79,12 @@ def check_divides_state(what: str, optimizer: torch.optim.Optimizer) -> None:
 
 def step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext) -> Undoable:
     """Let it step on whole parameters, each on its owner; see `check_owners`."""
+    check_ranks_send(
+        "gather_step: by='owner'",
+        ctx,
+        "an engine whose ranks send tensors to each other",
+        fix="optimizer, ctx = weft.gather_step(optimizer, ctx)",
+    )
     parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
     world = ctx.require_collective("gather_step")
     assert world.group is not None
@@ -82,7 +92,33 @@ def step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext) -> Undoab
     def share(value: Any, rank: int) -> Any:
         return broadcast(value, ctx, source=rank)
 
-    return ctx.engine.owner_step(optimizer, world.group, blocks_of(parameters, ctx), share)
+    from weft.engines.torch.steps.by_owner import OwnerStep  # noqa: PLC0415  (half a second of imports in torch)
+
+    return OwnerStep(optimizer, world.group, blocks_of(parameters, ctx), share)
+
+
+def step_on_parts(
+    optimizer: torch.optim.Optimizer,
+    ctx: DistContext,
+    elementwise: bool,
+    mesh: DeviceMesh | None = None,
+    others: StepMeshes | None = None,
+) -> Sequence[Undoable]:
+    """Let an optimizer step on parameters in shards; by an engine that sees them whole, it does anyway.
+
+    Args:
+        optimizer: Over them.
+        ctx: Its context.
+        elementwise: It steps on what this rank holds, else on whole parameters, one after the other.
+        mesh: Over which the rows of whole parameters, and their state, are divided; None: they are not.
+        others: The meshes of parameters that are sharded over other axes.
+    """
+    if isinstance(ctx.engine, Spmd):
+        return ()
+    from weft.engines.torch.steps.full_params import WholeStep  # noqa: PLC0415  (half a second of imports in torch)
+    from weft.engines.torch.steps.shards import PartitionedStep  # noqa: PLC0415  (as above)
+
+    return ((PartitionedStep if elementwise else WholeStep)(optimizer, mesh, others or {}),)
 
 
 def blocks_of(parameters: Iterable[torch.Tensor], ctx: DistContext) -> list[tuple[Block, ...]]:

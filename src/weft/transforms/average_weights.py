@@ -14,6 +14,7 @@ from torch import nn
 from weft.checks import as_number, check_choice, check_count, check_module
 from weft.context import DistContext
 from weft.contract import check_not_elsewhere, offered, transform
+from weft.engines.torch.compute.ema import WeightAverages
 from weft.errors import ContractError, listed, value_error
 
 M = TypeVar("M", bound=nn.Module)
@@ -239,7 +240,7 @@ def average_weights(
         "buffers": buffers,
     }
     ctx.agree("average_weights", facts)
-    held = ctx.engine.averages(module, buffers=buffers == "average")
+    held = WeightAverages(module, buffers=buffers == "average")
     return module, ctx.offering(Averages(held, decay, every, start))
 
 

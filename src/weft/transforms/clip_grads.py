@@ -16,7 +16,7 @@ from torch import nn
 from weft.checks import as_number
 from weft.context import DistContext
 from weft.contract import Placed, offered, owners
-from weft.engines.torch.compute.grad_norm import with_nonfinite_gradient
+from weft.engines.torch.compute.grad_norm import Gradients, with_nonfinite_gradient
 from weft.engines.torch.parts.left_gathered import drop_gathered
 from weft.engines.torch.steps.in_backward import check_has_gradients
 from weft.errors import listed, message, type_error, value_error
@@ -96,7 +96,7 @@ def clip_grads(
     check_has_gradients("clip_grads", parameters)
     if max_value is not None:
         _check_real(parts)
-    gradients = ctx.engine.gradients(parameters, ctx.device, _owning_groups(parameters, ctx))
+    gradients = Gradients(parameters, ctx.device, _owning_groups(parameters, ctx))
     if nonfinite is None:
         norm: torch.Tensor = gradients.norm(float(norm_type))
     else:

@@ -12,10 +12,11 @@ from torch import nn
 
 from weft import torch_internals
 from weft.context import DistContext
+from weft.context.placement import check_ranks_send
 from weft.contract import check_not_elsewhere, transform
 from weft.contract.select_modules import Selection, select_apart
 from weft.engines.options import CompileOptions
-from weft.engines.torch.compute.compile_module import already_compiled, check_backend
+from weft.engines.torch.compute.compile_module import Compiled, already_compiled, check_backend
 from weft.errors import AlreadyApplied, ContractError, listed, value_error
 from weft.tensors.dtensor import is_sharded
 
@@ -85,6 +86,8 @@ def compile(
         (torch.Size([1, 2]), ['0.weight', '0.bias'])
     """
     _check_new(module, ctx)
+    graph = "no torch.compile: XLA compiles forward, backward and step as one graph"
+    check_ranks_send("compile", ctx, graph, fix="leave weft.compile out")
     check_not_elsewhere("compile", module, "graphs are made of parameters that stay where they are")
     if blocks is None:
         _check_one_axis(module, ctx)
@@ -94,7 +97,7 @@ def compile(
         check_backend(backend)
     given = CompileOptions(backend=backend, fullgraph=fullgraph, dynamic=dynamic, mode=mode, options=options)
     ctx.agree("compile", {"parts": list(parts), "fullgraph": fullgraph, "dynamic": dynamic, "mode": mode})
-    return module, ctx.offering(ctx.engine.compile(parts, given))
+    return module, ctx.offering(Compiled(parts, given))
 
 
 def _check_one_axis(module: nn.Module, ctx: DistContext) -> None:

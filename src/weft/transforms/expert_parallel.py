@@ -125,7 +125,9 @@ def expert_parallel(
     placement = _Placement(module, ctx, axis, found)
     assert ctx.mesh is not None
     old = dict(module.named_parameters())
-    divided = ctx.engine.divide_experts(module, found.packed, list(found.lists), ctx.mesh[axis])
+    from weft.engines.torch.parallel.experts.divided import DividedExperts  # noqa: PLC0415  (half a second of imports)
+
+    divided = DividedExperts(module, found.packed, list(found.lists), ctx.mesh[axis])
     exchange_parameters(module, ctx, old, optimizers)
     return module, ctx.offering(divided, placement, *divided.probes)
 

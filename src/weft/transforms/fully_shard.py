@@ -15,6 +15,7 @@ from weft.context import DistContext
 from weft.contract import transform
 from weft.contract.select_modules import Selection
 from weft.engines.options import ShardOptions
+from weft.engines.torch.reducing.replica_average import ReplicaAverage
 from weft.sharding import WeightSource, optimizers_in, shard_module, sharding_axes
 
 M = TypeVar("M", bound=nn.Module)
@@ -141,6 +142,6 @@ def fully_shard(
     )
     ctx = ctx if sharded is None else ctx.offering(sharded)
     if ctx.replicas is not None:
-        averaged = ctx.engine.average_replicas(module, ctx.replicas, options, alone=sharded is None)
+        averaged = ReplicaAverage(module, ctx.replicas, options, alone=sharded is None)
         ctx = ctx.offering(averaged)
     return module, ctx

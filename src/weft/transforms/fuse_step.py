@@ -8,6 +8,7 @@ import torch
 
 from weft.context import DistContext
 from weft.contract import GradSync, offered, transform
+from weft.engines.torch.reducing.flat_step import FlatStep, flat_buffer_of
 from weft.engines.torch.steps.swapped import check_elementwise
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -48,4 +49,4 @@ def fuse_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
         return optimizer, ctx
     modules = [ref() for record in ctx.applied if record.name == "replicate" for ref in record.refs]
     reducers = [sync for module in modules for sync in offered(module, GradSync)]
-    return optimizer, ctx.offering(ctx.engine.flat_step(optimizer, reducers))
+    return optimizer, ctx.offering(FlatStep(optimizer, flat_buffer_of(optimizer, reducers)))

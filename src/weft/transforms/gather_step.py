@@ -12,6 +12,7 @@ from weft.contract import transform
 from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContractError
 from weft.sharding import check_divides_state, check_owners, step_by_owners
+from weft.sharding.owner_step import step_on_parts
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
@@ -84,6 +85,4 @@ def gather_step(optimizer: O, ctx: DistContext, *, by: Literal["all", "owner"] =
     ctx.agree("gather_step", {"by": by, **({"parameters": shapes} if by == "owner" else {})})
     if by == "owner":
         return optimizer, ctx.offering(step_by_owners(optimizer, ctx))
-    if is_elementwise(optimizer):
-        return optimizer, ctx.offering(ctx.engine.partition_step(optimizer, None))
-    return optimizer, ctx.offering(ctx.engine.whole_step(optimizer, None))
+    return optimizer, ctx.offering(*step_on_parts(optimizer, ctx, is_elementwise(optimizer)))

@@ -122,7 +122,7 @@ def local_steps(
     peers = Ledger(sub.world, "local_steps") if sub.world_size > 1 else None
     stacked = partial(stacked_over, ctx=ctx, axis=chosen)
     group = sub.group if sub.world_size > 1 else None
-    return module, optimizer, ctx.offering(ctx.engine.step_apart(module, optimizer, group, options, peers, stacked))
+    return module, optimizer, ctx.offering(LocalSteps(module, optimizer, group, options, peers, stacked))
 
 
 @contextlib.contextmanager

@@ -17,12 +17,13 @@ from weft.checks import check_count, check_module
 from weft.collectives import broadcast
 from weft.collectives.primitives import peers_named
 from weft.context import DistContext
-from weft.context.placement import check_place, place_module
+from weft.context.placement import check_place, check_ranks_send, place_module
 from weft.contract import EndsBackward, Layout, agree_on_parameters, offered, transform
 from weft.engines.options import PipelineOptions
 from weft.engines.results import Undoable
 from weft.engines.torch.pipeline.batch_parts import check_flags
 from weft.engines.torch.pipeline.schedules import check_schedule, owners, stages_per_rank
+from weft.engines.torch.pipeline.single_stage import WithLoss
 from weft.engines.torch.reducing.trained import is_reduced
 from weft.errors import AlreadyApplied, ContextError, ContractError, type_error
 from weft.peers.ledger import Ledger
@@ -124,6 +125,9 @@ def pipeline(
     per_rank = stages_per_rank(schedule)
     _check_loss(loss)
     ranks = ctx.axis_size(axis) if ctx.world_size > 1 else 1
+    if ranks > 1 or loss is not None:
+        sends = "an engine whose ranks send tensors to each other"
+        check_ranks_send("pipeline", ctx, sends, fix="model, ctx = weft.fully_shard(model, ctx)")
     optimizers = optimizers_in("pipeline", rebind)
     _check_module(module, ctx)
     given = stages.stages if isinstance(stages, PipelinePlan) else stages
@@ -143,7 +147,7 @@ def pipeline(
             exchange_parameters(module, ctx, old, optimizers)
         else:
             place_module("pipeline", module, ctx)
-        return module, ctx if loss is None else ctx.offering(ctx.engine.pipeline(module, None, ctx.device, options))
+        return module, ctx if loss is None else ctx.offering(WithLoss(module, loss))
     if not on_meta:
         check_place("pipeline", module, ctx)
     check_optimizers("pipeline", module, ctx, optimizers)
@@ -157,16 +161,17 @@ def pipeline(
     exchange_parameters(module, ctx, old, optimizers)
     forget_state(module, optimizers)
     assert line.group is not None
-    calls = ctx.engine.pipeline(
-        module,
-        line.group,
-        ctx.device,
-        options,
-        Ledger(line.world, "pipeline"),
-        guard=partial(_in_call, line.world, offered(module, EndsBackward)),
-        share=lambda value, rank: broadcast(value, line, source=rank),
-    )
+    from weft.engines.torch.pipeline.pipelined import PipelinedModule  # noqa: PLC0415  (half a second of imports in torch)
+
+    peers, guard = Ledger(line.world, "pipeline"), partial(_in_call, line.world, offered(module, EndsBackward))
+    share = partial(_from, line)
+    calls = PipelinedModule(module, line.group, ctx.device, options, peers, guard, share)
     return module, ctx.offering(_Pipeline(tensors, calls))
+
+
+def _from(line: DistContext, value: Any, rank: int) -> Any:
+    """The value of one rank of a pipeline."""
+    return broadcast(value, line, source=rank)
 
 
 @contextlib.contextmanager

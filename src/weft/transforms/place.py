@@ -13,7 +13,7 @@ from weft.checks import check_choice, check_module
 from weft.collectives.on_all_ranks import num_threads, on_all
 from weft.context import DistContext
 from weft.contract import Undoable, transform
-from weft.engines.torch.streaming.stream import StreamOptions
+from weft.engines.torch.streaming.stream import Streamed, StreamOptions
 from weft.errors import ContractError
 from weft.peers.pretended import check_not_pretended
 from weft.weights import PlacementPlan, plan_placement
@@ -119,7 +119,7 @@ def place(
         refusing=(module, *(named[name] for name in units)),
         refuse=_refuse,
     )
-    hooks = ctx.engine.stream(options, tensors.fill)
+    hooks = Streamed(options, tensors.fill)
     return module, ctx.offering(_Placement(hooks, tensors, tuple(part.name for part in options.parts)))
 
 

@@ -29,6 +29,8 @@ from weft.contract import (
 from weft.engines import Spmd
 from weft.engines.options import Compress, ReduceOptions
 from weft.engines.torch.reducing.buckets import sparse_gradients
+from weft.engines.torch.reducing.power_sgd import PowerSgdHook
+from weft.engines.torch.reducing.replica_average import ReplicaAverage
 from weft.engines.torch.reducing.trained import check_hooks
 from weft.errors import listed, type_error, value_error
 from weft.peers.ledger import Ledger
@@ -137,12 +139,12 @@ def replicate(
     if isinstance(compress, PowerSGD):
         wide = [axis for axis in names if ctx.axis_size(axis) > 1] or list(names)
         stacked = partial(stacked_over, ctx=ctx, axis=wide[0])
-        compress = ctx.engine.power_sgd(compress, sub.rank, sub.world_size, stacked)
+        compress = PowerSgdHook(compress, sub.rank, sub.world_size, stacked)
     kept: list[object] = [compress] if isinstance(compress, Stateful) else []  # for checkpoints
     if sub.world_size == 1:
         place_module("replicate", module, ctx)
         if ctx.replicas is not None:
-            return module, ctx.offering(ctx.engine.average_replicas(module, ctx.replicas, options, alone=True))
+            return module, ctx.offering(ReplicaAverage(module, ctx.replicas, options, alone=True))
         layout = apply_layout(module, ctx, [name for name, _ in sub.axes], "no")
         return module, ctx.offering(*kept) if layout is None else ctx.offering(layout)
     ctx.require_collective("replicate")
@@ -156,7 +158,7 @@ def replicate(
     peers = Ledger(sub.world, "replicate")
     ctx = ctx.offering(ctx.engine.reduce_gradients(module, sub.group, options, peers), *kept)
     if ctx.replicas is not None:
-        ctx = ctx.offering(ctx.engine.average_replicas(module, ctx.replicas, options, alone=False))
+        ctx = ctx.offering(ReplicaAverage(module, ctx.replicas, options, alone=False))
     return module, ctx
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from weft.context import DistContext
 from weft.contract import offered, transform
+from weft.engines.torch.steps.skip import SkippingStep
 from weft.errors import ContractError, OrderError, listed, type_error, value_error
 from weft.precision import PrecisionOffer
 
@@ -92,7 +93,7 @@ def skip_nonfinite(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
     if not scales:
         return optimizer, ctx.offering(_SkipOffer(None))
     group = ctx.require_collective("skip_nonfinite").group if ctx.world_size > 1 else None
-    return optimizer, ctx.offering(_SkipOffer(ctx.engine.skip_steps(optimizer, scales, group)))
+    return optimizer, ctx.offering(_SkipOffer(SkippingStep(optimizer, scales, group)))
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:

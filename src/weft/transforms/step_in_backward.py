@@ -9,8 +9,10 @@ from torch import nn
 
 from weft.checks import check_optimizer, check_torch
 from weft.context import DistContext
+from weft.context.placement import check_ranks_send
 from weft.contract import GradSync, applied_to, offered, transform
-from weft.engines.torch.steps.in_backward import is_stepped_in_backward
+from weft.engines.torch.reducing.strategy import Strategy
+from weft.engines.torch.steps.in_backward import BackwardStep, is_stepped_in_backward
 from weft.engines.torch.steps.swapped import check_elementwise
 from weft.errors import OrderError
 from weft.precision import PrecisionOffer
@@ -65,10 +67,13 @@ def step_in_backward(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
     check_optimizer("step_in_backward", optimizer)
     if ctx.world_size > 1:
         check_torch("step_in_backward", "2.13", "its FSDP2 calls the hook of a gradient more than once")
+    check_ranks_send(
+        "step_in_backward", ctx, "an engine that runs backward operation by operation", fix="optimizer.step()"
+    )
     check_elementwise("step_in_backward", optimizer, "cannot step on one shard after the other")
     parameters = _reduced_in_backward(optimizer, ctx)
     ctx.agree("step_in_backward")
-    return optimizer, ctx.offering(ctx.engine.backward_step(optimizer, parameters))
+    return optimizer, ctx.offering(BackwardStep(optimizer, parameters))
 
 
 def _reduced_in_backward(optimizer: torch.optim.Optimizer, ctx: DistContext) -> list[torch.Tensor]:
@@ -88,7 +93,8 @@ def _reduced_in_backward(optimizer: torch.optim.Optimizer, ctx: DistContext) -> 
         if any(offer.precision.scaling is not None for offer in offered(module, PrecisionOffer)):
             _refuse("a loss scale, by which gradients are divided when backward has ended", "the policy of fp16")
         for sync in offered(module, GradSync):
-            found += [p for p in ctx.engine.reduced_in_backward(sync) if id(p) in own]
+            if isinstance(sync, Strategy):
+                found += [p for p in sync.reduced_in_backward() if id(p) in own]
     if ctx.world_size > 1 and not found:
         raise OrderError(
             "step_in_backward: gradients are not reduced unit by unit while backward runs",

@@ -10,6 +10,7 @@ from torch import nn
 from weft import torch_internals
 from weft.context import DistContext
 from weft.contract import transform
+from weft.engines.torch.compute.sync_batch_norm import synchronize_batch_norms
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -54,4 +55,4 @@ def sync_batch_norm(module: M, ctx: DistContext, *, axis: str | Sequence[str] | 
     if line.world_size == 1:
         return module, ctx
     ctx.require_collective("sync_batch_norm")
-    return module, ctx.offering(ctx.engine.sync_batch_norms(module, line.group))
+    return module, ctx.offering(synchronize_batch_norms(module, line.group))

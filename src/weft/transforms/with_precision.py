@@ -16,6 +16,7 @@ from weft.context.placement import check_place, place_module
 from weft.contract import check_methods, offered, transform
 from weft.engines import Spmd
 from weft.engines.options import CastOptions
+from weft.engines.torch.amp.autocast import PreciseModule
 from weft.engines.torch.amp.fp8_linear import is_convertible
 from weft.engines.torch.amp.stored_weights import StoredWeights
 from weft.errors import listed, type_error, value_error
@@ -106,7 +107,7 @@ def _on_module(module: M, ctx: DistContext, precision: Precision, methods: tuple
         stored = StoredWeights(_own_parts(module), precision.storage, precision.compute)
     options = _cast_options(module, precision, methods)
     idle = options == CastOptions(methods=methods)
-    precise = None if idle else ctx.engine.apply_precision(module, ctx.device, options)
+    precise = None if idle else PreciseModule(module, ctx.device, options)
     kept = [precise.scale] if precise is not None and precise.scale is not None else []  # for checkpoints
     products = set(options.products)
     names = [name or "itself" for name, part in module.named_modules() if part in products]

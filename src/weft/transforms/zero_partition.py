@@ -20,6 +20,7 @@ from weft.contract import agree_on_parameters, check_methods, check_strategy_mod
 from weft.contract.layout import apart_axes
 from weft.contract.select_modules import Selection
 from weft.engines.options import Offload, ReduceOptions, ShardOptions, StepMeshes
+from weft.engines.results import Undoable
 from weft.engines.torch.reducing.buckets import sparse_gradients
 from weft.engines.torch.reducing.trained import check_hooks
 from weft.engines.torch.steps.swapped import is_elementwise
@@ -37,6 +38,7 @@ from weft.sharding import (
     step_by_owners,
     step_meshes,
 )
+from weft.sharding.owner_step import step_on_parts
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -187,7 +189,7 @@ def zero_partition(
         sharded = shard_module("zero_partition", module, ctx, axes, shard_options, rebind=(optimizer,), units=units)
         if sharded is None:
             return module, optimizer, ctx
-        return module, optimizer, ctx.offering(sharded, _step(module, optimizer, ctx, None, by=by))
+        return module, optimizer, ctx.offering(sharded, *_step(module, optimizer, ctx, None, by=by))
     if units is not None:
         raise value_error(
             "zero_partition: units have no effect in stage 1",
@@ -228,7 +230,7 @@ def zero_partition(
     reducer = ctx.engine.reduce_gradients(module, sub.group, options, Ledger(sub.world, "zero_partition"))
     others = step_meshes(module, ctx, axes[-1:])
     step = _step(module, optimizer, ctx, mesh_along(ctx, axes[-1:]), others, by=by)
-    return module, optimizer, ctx.offering(reducer, step)
+    return module, optimizer, ctx.offering(reducer, *step)
 
 
 def _step(
@@ -239,13 +241,12 @@ def _step(
     others: StepMeshes | None = None,
     *,
     by: str,
-) -> object:
+) -> Sequence[Undoable]:
     """Let it step on this rank's part of each parameter if it can, else on all of one parameter after the other."""
     if by == "owner":
-        return step_by_owners(optimizer, ctx)
-    if is_elementwise(optimizer) and not sparse_gradients(module):
-        return ctx.engine.partition_step(optimizer, mesh, others)
-    return ctx.engine.whole_step(optimizer, mesh, others)
+        return (step_by_owners(optimizer, ctx),)
+    elementwise = is_elementwise(optimizer) and not sparse_gradients(module)
+    return step_on_parts(optimizer, ctx, elementwise, mesh, others)
 
 
 def _check_owners(optimizer: torch.optim.Optimizer, engine: str) -> None:

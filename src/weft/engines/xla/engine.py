@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from weft.engines.options import (
-    CompileOptions,
-    PipelineOptions,
     RecomputeOptions,
     ReduceOptions,
     ShardOptions,
-    StepMeshes,
 )
 from weft.engines.peers import Peers
 from weft.engines.results import ReducedModule, Undoable
@@ -27,15 +23,6 @@ from weft.engines.torch.engine import TorchEngine
 from weft.engines.xla.activation_checkpoint import RecomputedOnXla
 from weft.engines.xla.device_layout import Laid, lay
 from weft.engines.xla.devices import XlaDevices
-from weft.errors import value_error
-from weft.tensors.blocks import Block
-
-
-class _Nothing:
-    """Where the torch engine has to do something and XLA sees whole tensors anyway."""
-
-    def undo(self) -> None:
-        """There is nothing to take back."""
 
 
 @dataclass(frozen=True)
@@ -77,78 +64,6 @@ class XlaEngine(XlaDevices, TorchEngine):
         """Cut a module over the devices of all hosts."""
         return _of_hosts(self, module, list(mesh.mesh_dim_names or ()), "all", group)
 
-    @override
-    def pipeline(
-        self,
-        module: nn.Module,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        options: PipelineOptions,
-        peers: Peers | None = None,
-        *,
-        guard: Any = None,
-        share: Any = None,
-    ) -> Undoable:
-        """Refused: torch's schedules send tensors of their own.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise value_error(
-            "pipeline: not supported on xla",
-            found=f"schedule {options.schedule!r} for {type(module).__name__}",
-            expected="an engine whose ranks send tensors to each other",
-            fix="model, ctx = weft.fully_shard(model, ctx)",
-        )
-
-    @override
-    def whole_step(
-        self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
-    ) -> Undoable:
-        """Every optimizer sees whole parameters."""
-        return _Nothing()
-
-    @override
-    def owner_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        group: dist.ProcessGroup,
-        blocks: Sequence[tuple[Block, ...]],
-        share: Callable[[Any, int], Any],
-    ) -> Undoable:
-        """Refused: every device does the same work.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise value_error(
-            "gather_step: by='owner' not supported on xla",
-            found=f"by='owner' for {type(optimizer).__name__}",
-            expected="an engine whose ranks send tensors to each other",
-            fix="optimizer, ctx = weft.gather_step(optimizer, ctx)",
-        )
-
-    @override
-    def backward_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Undoable:
-        """Refused: a step is computed as a whole.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise value_error(
-            "step_in_backward: not supported on xla",
-            found=f"{type(optimizer).__name__} on a device that compiles a step as a whole",
-            expected="an engine that runs backward operation by operation",
-            fix="optimizer.step()",
-        )
-
-    @override
-    def partition_step(
-        self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
-    ) -> Undoable:
-        """State is laid out in the first step, see [Note: marks get lost]."""
-        return _Nothing()
-
     @contextlib.contextmanager
     def gathered(
         self, module: nn.Module, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, *, write: bool
@@ -166,20 +81,6 @@ class XlaEngine(XlaDevices, TorchEngine):
     def recompute(self, blocks: Mapping[str, nn.Module], options: RecomputeOptions) -> Undoable:
         """Compute what `blocks` compute again in backward, instead of keeping it."""
         return RecomputedOnXla(blocks, options)
-
-    @override
-    def compile(self, parts: Mapping[str, nn.Module], options: CompileOptions) -> Undoable:
-        """Refused: the whole step is compiled anyway.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise value_error(
-            "compile: not supported on xla",
-            found=f"backend {options.backend!r} for {type(next(iter(parts.values()))).__name__}",
-            expected="no torch.compile: XLA compiles forward, backward and step as one graph",
-            fix="leave weft.compile out",
-        )
 
 
 def _of_hosts(engine: XlaEngine, module: nn.Module, axes: Sequence[str], cut: str, group: dist.ProcessGroup) -> Laid:

@@ -109,7 +109,9 @@ def cut_layers(
         if source is None:
             broadcast_state(module, ctx, [axis])
         options = replace(options, make_real=None if source is None else source.make_real)
-        cut = ctx.engine.tensor_parallel(module, ctx.mesh[axis], line.group, options, Ledger(line.world, _WHAT))
+        from weft.engines.torch.parallel.tensor_module import TensorParallelModule  # noqa: PLC0415  (slow to import)
+
+        cut = TensorParallelModule(module, ctx.mesh[axis], line.group, options, Ledger(line.world, _WHAT))
     exchange_parameters(module, ctx, old, rebind)
     return cut
 
