@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate, default_convert
 
-from weft.data.split.map_samples import AS_PLANNED, BatchInfo, Read
+from weft.data.split.map_samples import AS_PLANNED, BatchInfo, FetchedSamples
 from weft.errors import ContractError
 from weft.tensors.nested import leaves, rows_of
 from weft.tensors.rng_state import RngState
 
-_Place = tuple[tuple[bool, Any], ...]  # a way into a batch: attributes (True) and keys
+_Path = tuple[tuple[bool, Any], ...]  # a way into a batch: attributes (True) and keys
 _PROBES, _TRIED, _PAIRS, _DEEP, _SHALLOW, _WIDE = 4, 6, 3, 4, 2, 64
 _CHANGED = frozenset({dict, list})
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)  # noqa: S311  (no secrets)
@@ -71,10 +71,10 @@ class CountedCollate:
         self.collate = collate
         self.names = names
         self.trusted = keeps_all(collate)
-        self.scales: dict[_Place, int] | None = None  # see [Note: counting]: what has a size, and that for one sample
+        self.scales: dict[_Path, int] | None = None  # see [Note: counting]: what has a size, and that for one sample
         self.probes = 0
 
-    def __call__(self, read: Read) -> Any:
+    def __call__(self, read: FetchedSamples) -> Any:
         """The batch as the user's function makes it; in an `OddBatch`, if it is another one than was asked for."""
         samples, asked, present = read
         if self.trusted:
@@ -111,11 +111,11 @@ class CountedCollate:
         held = counts.pop() if len(counts) == 1 else -1.0
         return int(held) if held.is_integer() and held >= 0 else None
 
-    def _measured(self, samples: Sequence[Any]) -> dict[_Place, int]:
+    def _measured(self, samples: Sequence[Any]) -> dict[_Path, int]:
         """What has a size that grows with the number of samples, and the size for one; alike for several samples."""
-        found: dict[_Place, int] | None = None
+        found: dict[_Path, int] | None = None
         with _Undisturbed(self.collate) as collate:
-            alone: list[tuple[Any, dict[_Place, int]]] = []
+            alone: list[tuple[Any, dict[_Path, int]]] = []
             for sample in [one for one in samples if one is not None][:_TRIED]:
                 batch = _made(collate, sample)
                 alone += [] if _is_empty(batch) else [(sample, dict(_sizes(batch)))]
@@ -212,7 +212,7 @@ def _inside(value: Any) -> Iterator[tuple[tuple[bool, Any], Any]]:
         yield from (((True, name), item) for name, item in getattr(value, "__dict__", {}).items())
 
 
-def _sizes(batch: Any, place: _Place = (), deep: int = _DEEP) -> Iterator[tuple[_Place, int]]:
+def _sizes(batch: Any, place: _Path = (), deep: int = _DEEP) -> Iterator[tuple[_Path, int]]:
     """The lengths of a batch and of what is in it."""
     size = _length(batch)
     if size is not None:
@@ -221,7 +221,7 @@ def _sizes(batch: Any, place: _Place = (), deep: int = _DEEP) -> Iterator[tuple[
         yield from _sizes(item, (*place, step), deep - 1)
 
 
-def _size_at(batch: Any, place: _Place) -> float:
+def _size_at(batch: Any, place: _Path) -> float:
     try:
         for is_attribute, name in place:
             batch = getattr(batch, name) if is_attribute else batch[name]
@@ -255,7 +255,7 @@ class Arrivals:
     def __init__(self, loader: str, *, changed: bool) -> None:
         self.asked: deque[BatchInfo] = deque()
         self.came: deque[BatchInfo] = deque()
-        self.batches: deque[tuple[Any, dict[_Place, int]]] | None = deque() if changed else None
+        self.batches: deque[tuple[Any, dict[_Path, int]]] | None = deque() if changed else None
         self._loader = loader
         self._has_begun = False
 

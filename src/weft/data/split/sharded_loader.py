@@ -18,8 +18,8 @@ from weft.data.loader_copy import Extension, Size, extended_copy, is_torch_itera
 from weft.data.lock_step import LockStep, lock_step
 from weft.data.order.tell_epoch import tell_epoch
 from weft.data.split.dispatch import scattered
-from weft.data.split.map_samples import AS_PLANNED, BatchInfo, Mark, as_index, name_samples
-from weft.data.split.position import Cursor, Pass, checked_position, position
+from weft.data.split.map_samples import AS_PLANNED, BatchInfo, StreamMark, as_index, name_samples
+from weft.data.split.position import Cursor, LoaderPass, checked_position, position
 from weft.data.split.read_plan import ReadPlan
 from weft.data.split.real_batches import Arrivals, keeps_all
 from weft.data.split.split_plan import UNKNOWN, Span
@@ -129,7 +129,7 @@ class ShardedLoader(Extension[T]):
         now.reader = weakref.ref(reader)
         return reader
 
-    def _begin(self) -> Pass:
+    def _begin(self) -> LoaderPass:
         reading, cursor = self.weft_reading, self.weft_cursor
         if not cursor.fresh and cursor.now.is_complete and not cursor.open - {cursor.now}:
             self._ended(cursor.now)
@@ -144,7 +144,7 @@ class ShardedLoader(Extension[T]):
             tell_epoch(self.dataset, now.epoch)
         return now
 
-    def _iteration(self, now: Pass) -> Iterator[Any]:
+    def _iteration(self, now: LoaderPass) -> Iterator[Any]:
         reading, cursor, device = self.weft_reading, self.weft_cursor, self.weft_ctx.device
         plan, todo = reading.plan, now.todo
         if now.left_out and now.carries:
@@ -173,7 +173,7 @@ class ShardedLoader(Extension[T]):
         if not now.has_ended:
             self._ended(now)
 
-    def _current(self) -> Pass:
+    def _current(self) -> LoaderPass:
         """The iteration that runs, or else the one that comes next."""
         cursor = self.weft_cursor
         if cursor.fresh or not cursor.now.is_over:
@@ -182,9 +182,9 @@ class ShardedLoader(Extension[T]):
             self._ended(cursor.now)
             return cursor.now
         following = (self.weft_reading.epoch(cursor.latest + 1),)
-        return Pass(cursor.latest + 1, following, following)
+        return LoaderPass(cursor.latest + 1, following, following)
 
-    def _ended(self, now: Pass) -> None:
+    def _ended(self, now: LoaderPass) -> None:
         """Let the next iteration read what this one has left out, and the next epoch."""
         reading, plan = self.weft_reading, self.weft_reading.plan
         later: tuple[Span, ...] = ()
@@ -365,7 +365,7 @@ class ShardedLoader(Extension[T]):
         reading.seed = state["seed"]
         reading.marks.clear()
         read = tuple(state["read"]) if "read" in state else None
-        reading.marks.append(Mark(now.todo[0].epoch, now.todo[0].start, copy.deepcopy(state.get("source")), read))
+        reading.marks.append(StreamMark(now.todo[0].epoch, now.todo[0].start, copy.deepcopy(state.get("source")), read))
         if reading.stream is not None:
             self.__dict__[torch_internals.LOADER_ITERATOR.name] = None  # workers that stay cannot be sent it
         self.weft_cursor.go_to(now.epoch, now.todo, now.whole)
@@ -443,7 +443,7 @@ def _has_own_state(cls: type[Any]) -> bool:
 def sharded_copy(loader: DataLoader[T], reading: ReadPlan, ctx: DistContext) -> ShardedLoader[T]:
     """A copy of `loader` that reads as `reading` says; the original is left alone."""
     begin = (reading.epoch(reading.place.epoch),)
-    cursor = Cursor(Pass(begin[0].epoch, begin, begin), reading.place, told=False if begin[0].epoch else None)
+    cursor = Cursor(LoaderPass(begin[0].epoch, begin, begin), reading.place, told=False if begin[0].epoch else None)
     parts = {"weft_reading": reading, "weft_cursor": cursor, "weft_ctx": ctx}
     new: ShardedLoader[T] = extended_copy(
         loader, ShardedLoader, **parts, weft_lock_step=lock_step(reading, cursor, ctx)

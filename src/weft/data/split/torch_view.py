@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from weft import torch_internals
 from weft.data.loader_copy import torch_iterator
-from weft.data.split.map_samples import BatchInfo, Samples, StepIndices, WorkerStart
+from weft.data.split.map_samples import BatchInfo, MapSamples, StepIndices, WorkerStart
 from weft.data.split.real_batches import CountedCollate, keeps_all
 from weft.data.split.stream_samples import CollateSteps, StreamSteps
 from weft.rng import mix
@@ -43,7 +43,7 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
     else:
         assert reading.units is not None
         keyed, starts = reading.seed if reading.keyed else None, (seed, rank)
-        fields["dataset"] = Samples(loader.dataset, loader.weft_ctx.rank, keyed, epoch=epoch, worker_seed=starts)
+        fields["dataset"] = MapSamples(loader.dataset, loader.weft_ctx.rank, keyed, epoch=epoch, worker_seed=starts)
         indices = StepIndices(reading.units, reading.readers, whole=reading.whole, single=reading.single)
         loader.__dict__["weft_indices"] = indices
         if not reading.single and not (keeps_all(loader.collate_fn) and fields["dataset"].fetch is None):
