@@ -27,6 +27,7 @@ from weft.data.split.loader_checks import (
 )
 from weft.data.split.map_samples import SharedEpoch
 from weft.data.split.read_plan import DataPlan, ReadPlan, is_stock
+from weft.data.split.real_batches import ShareCheck
 from weft.data.split.sharded_loader import ShardedLoader, sharded_copy
 from weft.data.split.split_plan import UNKNOWN, SplitPlan, Uneven
 from weft.data.split.stream_samples import SeekableStream, StreamSteps, has_state, never_ends, with_own_shards
@@ -252,6 +253,7 @@ def shard_data(
         epochs=epochs,
         place=place,
         serial=serial,
+        shares=ShareCheck(ctx.rank, elastic=ctx.replicas is not None),
         split_for=ctx.data_size if already_sharded else None,
         scattered=mode == "dispatch",
         total=total,

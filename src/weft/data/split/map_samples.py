@@ -11,6 +11,7 @@ import operator
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -223,17 +224,19 @@ def at_sample(error: BaseException, sample: object, rank: int) -> None:
         error.add_note(f"while sample {sample} was read on rank {rank}")
 
 
+@dataclass(frozen=True)
 class WorkerStart:
-    """What a worker process does first: seeds of its own, then the user's `worker_init_fn`."""
+    """What a worker process does first: seeds of its own, then the user's `worker_init_fn`.
 
-    def __init__(
-        self, user: Callable[[int], None] | None, seed: int, epoch: int, rank: int, *, elastic: bool = False
-    ) -> None:
-        self.user = user
-        self.parent = os.getpid() if elastic else 0
-        self.seed = seed
-        self.epoch = epoch
-        self.rank = rank
+    Attributes:
+        parent: The process with which it ends, of a replica; 0: none.
+    """
+
+    user: Callable[[int], None] | None
+    seed: int
+    epoch: int
+    rank: int
+    parent: int
 
     def __call__(self, worker: int) -> None:
         """Seed, and call the user's function."""
@@ -247,24 +250,25 @@ class WorkerStart:
             self.user(worker)
 
 
+@dataclass(eq=False)
 class StepIndices(Sampler[Any]):
     """Yields the requests of one rank (or, for dispatch, of all in turn), in the order of the epochs.
 
     Attributes:
+        single: `batch_size=None`: a unit is read alone.
         iteration: Number of the iteration that begins now, among those of one set of workers.
         reading: What an iterator that is made now yields.
         given: Where it notes what it asked for.
     """
 
-    def __init__(self, units: EpochOrder, plans: Sequence[SplitPlan], *, whole: bool, single: bool) -> None:
-        self.units = units
-        self.plans = tuple(plans)
-        self.whole = whole
-        self.single = single  # batch_size=None: a unit is read alone
-        self.seed = 0
-        self.iteration = 0
-        self.reading: Sequence[Span] = ()
-        self.given: deque[BatchInfo] = deque()
+    units: EpochOrder
+    plans: Sequence[SplitPlan]
+    whole: bool
+    single: bool
+    seed: int
+    reading: Sequence[Span]
+    given: deque[BatchInfo]
+    iteration: int = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self._indices(self.reading, self.given)  # of now, not of the moment when the first is asked for

@@ -7,7 +7,7 @@ import copy
 import itertools
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,7 +197,7 @@ def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str
     """
     if _other_data(state, reading):
         state = _next_epoch(state, _data_of(state, reading))
-    undo = _no_undo
+    undo: Callable[[], object] = lambda: None  # noqa: E731
     if reading.units is not None and reading.split_for is None and _has_numbers(state, reading):
         try:
             undo = reading.units.resume(state["seed"], state, _begun(state, reading))
@@ -228,10 +228,6 @@ def _begun(state: Mapping[str, Any], reading: ReadPlan) -> set[int]:
     if not carried | here and reading.units is not None and not reading.units.is_plain:
         return {state["epoch"] - 1}
     return carried | here
-
-
-def _no_undo() -> None:
-    pass
 
 
 def _next_epoch(state: Mapping[str, Any], why: str, further: int = 1) -> dict[str, Any]:

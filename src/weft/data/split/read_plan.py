@@ -17,7 +17,7 @@ from weft.data.order.endless_order import EndlessOrder
 from weft.data.order.epoch_order import EpochOrder
 from weft.data.order.loader_place import LoaderPlace
 from weft.data.split.map_samples import BatchInfo, SharedEpoch, StreamMark
-from weft.data.split.real_batches import Shares
+from weft.data.split.real_batches import ShareCheck
 from weft.data.split.split_plan import UNKNOWN, Span, SplitPlan
 from weft.data.split.stream_samples import StreamSteps
 from weft.data.split.uneven_ranks import UnevenRanks
@@ -95,12 +95,12 @@ class ReadPlan:
     split_for: int | None
     place: LoaderPlace
     serial: int
+    shares: ShareCheck
     scattered: bool = False
     total: int | None = None
     whole: bool = False
     resized: Literal["error", "next_epoch"] = "error"
     mixture: str | None = None
-    shares: Shares = field(default_factory=Shares)
     marks: deque[StreamMark] = field(default_factory=lambda: deque(maxlen=_KEPT_MARKS))
 
     def mark(self, place: Span) -> StreamMark | None:

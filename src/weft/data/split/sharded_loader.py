@@ -233,9 +233,9 @@ class ShardedLoader(Extension[T]):
                 raise
 
     def _note(self, given: BatchInfo) -> None:
-        ctx, reading = self.weft_ctx, self.weft_reading
+        reading = self.weft_reading
         if not reading.lone or keeps_all(self.collate_fn):  # otherwise nothing comes from the plan
-            reading.shares.note(given, ctx.rank, elastic=ctx.replicas is not None)
+            reading.shares.note(given)
 
     def _torch_batches(self, spans: tuple[Span, ...], arrivals: Arrivals) -> Iterator[Any]:
         """Torch's own iterator, or that of the user's class."""
@@ -313,11 +313,14 @@ class ShardedLoader(Extension[T]):
         return self.weft_position(0)
 
     def weft_position(self, back: int) -> dict[str, Any]:
-        """The position as it was so many batches ago, in the running iteration; see `Seekable`."""
+        """The position as it was so many batches ago, in the running iteration."""
         return position(self.weft_reading, self.weft_cursor, back)
 
     def weft_leave_out(self, count: int, *, carry: bool) -> bool:
-        """Do not read the last batches of the iteration that was just begun; see `Seekable`."""
+        """Do not read the last batches of the iteration that was just begun; `carry` lets the next one begin with them.
+
+        Returns False, and changes nothing, if it cannot.
+        """
         reading = self.weft_reading
         if carry and (reading.uneven_ranks is not None or reading.scattered or reading.units is None):
             return False  # which of them are this rank's is not for it alone to say, or they would be read twice
@@ -325,7 +328,10 @@ class ShardedLoader(Extension[T]):
         return True
 
     def weft_lengths(self) -> tuple[int | None, int | None]:
-        """Batches that are left, and of the whole epoch; see `Seekable`."""
+        """Batches that are left of the running or next iteration, and of its whole epoch with what it began with.
+
+        None where nobody knows.
+        """
         reading, now = self.weft_reading, self._current()
         todo, whole = reading.measured(now.todo), reading.measured(now.whole)
         if todo[-1].stop == UNKNOWN:
@@ -333,17 +339,17 @@ class ShardedLoader(Extension[T]):
         return reading.steps_in(todo) - now.left_out - now.steps, reading.steps_in(whole)
 
     def weft_ask(self) -> None:
-        """See `Seekable`."""
-        self.weft_reading.shares.ask(elastic=self.weft_ctx.replicas is not None)
+        """Note that shares are computed from sizes; raises if batches were not of the size that was planned."""
+        self.weft_reading.shares.ask()
 
     def weft_planned(self) -> Callable[[int], Size] | None:
-        """See `Seekable`."""
+        """The size of a batch of the iteration that was just begun, by its number; None: known when it is read."""
         if self.weft_reading.lone and not keeps_all(self.collate_fn):
             return None  # on one rank, what batches hold is counted when they are read
         return self.weft_reading.planned(self.weft_cursor.todo)
 
     def weft_size(self) -> Size:
-        """The size of the batch that was given last; see `Seekable`."""
+        """The size of the batch that was given last."""
         return self.weft_cursor.last_size(self.weft_reading)
 
     def weft_divide(self, index: int, count: int) -> None:

@@ -109,7 +109,7 @@ class StreamSteps(IterableDataset[StreamStep]):
         self,
         dataset: Any,
         total: int | None,
-        plans: Sequence[SplitPlan],
+        plans: tuple[SplitPlan, ...],
         rank: int,
         epoch: SharedEpoch,
         seed: int,
@@ -118,7 +118,7 @@ class StreamSteps(IterableDataset[StreamStep]):
     ) -> None:
         self.dataset = dataset
         self.total = total
-        self.plans = tuple(plans)
+        self.plans = plans
         self.rank = rank
         self.epoch = epoch
         self.seed = seed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import deque
 from typing import Any
 
@@ -32,7 +33,7 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
     # Torch draws the seeds of workers from the loader's generator, or from the global one.
     fields["generator"] = torch.Generator().manual_seed(mix(seed, epoch, rank, "loader"))
     if loader.num_workers:
-        fields["worker_init_fn"] = WorkerStart(loader.worker_init_fn, seed, epoch, rank, elastic=elastic)
+        fields["worker_init_fn"] = WorkerStart(loader.worker_init_fn, seed, epoch, rank, os.getpid() if elastic else 0)
     if reading.stream is not None:
         stream = copy.copy(reading.stream)
         stream.dataset, stream.seed = loader.dataset, reading.seed
@@ -44,12 +45,12 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
         assert reading.units is not None
         keyed, starts = reading.seed if reading.keyed else None, (seed, rank)
         fields["dataset"] = MapSamples(loader.dataset, loader.weft_ctx.rank, keyed, epoch=epoch, worker_seed=starts)
-        indices = StepIndices(reading.units, reading.readers, whole=reading.whole, single=reading.single)
+        whole, single, notes = reading.whole, reading.single, arrivals.asked
+        indices = StepIndices(reading.units, reading.readers, whole, single, reading.seed, spans, notes)
         loader.__dict__["weft_indices"] = indices
         if not reading.single and not (keeps_all(loader.collate_fn) and fields["dataset"].fetch is None):
             fields["dataset"].counts = "by name" if reading.with_ids else "yes"
             fields["collate_fn"] = CountedCollate(loader.collate_fn, names=reading.with_ids)
-        indices.seed, indices.reading, indices.given = reading.seed, spans, arrivals.asked
         fields["sampler" if reading.single else "batch_sampler"] = indices
     view.__dict__.update(fields)
     return view, arrivals.asked
