@@ -90,18 +90,15 @@ def batch_math(
     if wrong:
         raise _contradiction("these are no sizes", listed(wrong), "whole numbers >= 1")
     ranks = ctx.data_size
-    if per_rank is None and global_batch is None:
-        raise _contradiction("too little is known", f"accumulate={accumulate}", "per_rank, global_batch, or both")
-    if global_batch is None or per_rank is None:
+    if per_rank is None:
+        if global_batch is None:
+            raise _contradiction("too little is known", f"accumulate={accumulate}", "per_rank, global_batch, or both")
         accumulate = accumulate or 1
-    if global_batch is None:
-        assert per_rank is not None
-        assert accumulate is not None
-        global_batch = per_rank * ranks * accumulate
-    elif per_rank is None:
-        assert accumulate is not None
         divisor = f"{ranks} ranks x {accumulate}"
         per_rank = _quotient(global_batch, ranks * accumulate, divisor, "a whole number per rank")
+    elif global_batch is None:
+        accumulate = accumulate or 1
+        global_batch = per_rank * ranks * accumulate
     elif accumulate is None:
         divisor = f"{per_rank} x {ranks} ranks"
         accumulate = _quotient(global_batch, per_rank * ranks, divisor, "a whole number of micro-batches")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -22,41 +22,6 @@ T = TypeVar("T")
 Size = tuple[int | None, int | None]  # samples in this rank's batch, and in those of all ranks; None: not known here
 # Who splits data says so in one of these pairs: DistributedSampler and its likes; Accelerate's; Hugging Face's.
 _SPLIT_BY = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
-
-
-@runtime_checkable
-class Seekable(Protocol):
-    """A loader whose position is a number of samples, so that batches can be left unread and read later."""
-
-    def weft_position(self, back: int) -> dict[str, Any]:
-        """Its `state_dict` as it was so many batches ago, in the running iteration."""
-        ...
-
-    def weft_leave_out(self, count: int, *, carry: bool) -> bool:
-        """Do not read the last batches of the iteration that was just begun; `carry` lets the next one begin with them.
-
-        Returns False, and changes nothing, if it cannot.
-        """
-        ...
-
-    def weft_lengths(self) -> tuple[int | None, int | None]:
-        """Batches that are left of the running or next iteration, and of its whole epoch with what it began with.
-
-        None where nobody knows.
-        """
-        ...
-
-    def weft_planned(self) -> Callable[[int], Size] | None:
-        """The size of a batch of the iteration that was just begun, by its number; None: known when it is read."""
-        ...
-
-    def weft_size(self) -> Size:
-        """The size of the batch that was given last."""
-        ...
-
-    def weft_ask(self) -> None:
-        """Note that shares are computed from sizes; raises if batches were not of the size that was planned."""
-        ...
 
 
 class Extension(DataLoader[T]):

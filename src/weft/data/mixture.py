@@ -18,7 +18,7 @@ from weft.checks import check_choice, check_count
 from weft.data import datasets_internals
 from weft.data.loader_copy import length_of
 from weft.data.order.epoch_order import generators_of
-from weft.data.order.mixed_order import MixedOrder, Place
+from weft.data.order.mixed_order import MixedOrder, MixedSample
 from weft.data.order.tell_epoch import tell_epoch
 from weft.data.split.stream_samples import SeekableStream, has_state
 from weft.errors import ContractError, type_error, value_error
@@ -87,7 +87,7 @@ def mix(
         if not isinstance(name, str) or not isinstance(pair, (tuple, list)) or len(pair) != 2:
             found, expected = f"{name!r}: {type(pair).__name__}", "by name, a pair of a dataset and its weight"
             raise type_error("mix: a source cannot be used", found=found, expected=expected, fix=_FIX)
-        parts.append(_Source(name, pair[0]))
+        parts.append(_MixedSource(name, pair[0]))
         weights.append(_weight(name, pair[1]))
     if max(weights) > _MOST * min(weights):
         found, expected = f"{float(min(weights))} and {float(max(weights))}", "weights of like size"
@@ -99,11 +99,11 @@ def mix(
     kinds = {part.kind for part in parts}
     if kinds == {"map"} and stop != "never":
         batches = any(part.fetch for part in parts)
-        cls: type[Mixture] = _BatchSamples if batches else _Samples
+        cls: type[Mixture] = _BatchMapMixture if batches else _MapMixture
     elif all(part.kind == "map" or (part.kind == "seekable" and part.length) for part in parts):
-        cls = _Seekable
+        cls = _SeekableMixture
     else:
-        cls = _Stream if "plain" in kinds else _Stateful
+        cls = _StreamMixture if "plain" in kinds else _StatefulMixture
     return cls(parts, weights, seed, stop, shuffle=shuffle, with_names=with_names)
 
 
@@ -118,7 +118,7 @@ def _weight(name: str, weight: Any) -> Fraction:
     return Fraction(value)
 
 
-class _Source:
+class _MixedSource:
     """One source, and how it is read."""
 
     def __init__(self, name: str, dataset: Any) -> None:
@@ -170,7 +170,7 @@ class Mixture(Dataset[Any]):
 
     def __init__(
         self,
-        sources: Sequence[_Source],
+        sources: Sequence[_MixedSource],
         weights: Sequence[Fraction],
         seed: int,
         stop: str,
@@ -242,7 +242,7 @@ class Mixture(Dataset[Any]):
         return (self.names[source], sample) if self._with_names else sample
 
 
-class _Samples(Mixture):
+class _MapMixture(Mixture):
     """Of map-style datasets."""
 
     def __len__(self) -> int:
@@ -257,7 +257,7 @@ class _Samples(Mixture):
         return position + len(self) if position < 0 else position
 
 
-class _BatchSamples(_Samples):
+class _BatchMapMixture(_MapMixture):
     """One of them gives many samples at once."""
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
@@ -272,7 +272,7 @@ class _BatchSamples(_Samples):
         return found
 
 
-class _Stream(Mixture, IterableDataset[Any]):
+class _StreamMixture(Mixture, IterableDataset[Any]):
     """With streams among the sources, or without an end."""
 
     def __len__(self) -> int:
@@ -287,7 +287,7 @@ class _Stream(Mixture, IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self._check_worker()
-        return self._read(self._order.from_position(0), [_Reading(self, source) for source in self._sources])
+        return self._read(self._order.from_position(0), [_SourceReading(self, source) for source in self._sources])
 
     def _check_worker(self) -> None:
         """Raise in a worker that nobody divides samples among: each would yield all."""
@@ -300,7 +300,7 @@ class _Stream(Mixture, IterableDataset[Any]):
                 fix='loader, ctx = weft.shard_data(loader, ctx, uneven="empty")',
             )
 
-    def _read(self, places: Iterator[Place], readings: Sequence[_Reading]) -> Iterator[Any]:
+    def _read(self, places: Iterator[MixedSample], readings: Sequence[_SourceReading]) -> Iterator[Any]:
         for source, _, index in places:
             sample = readings[source].take(index)
             if sample is _END:
@@ -314,23 +314,23 @@ class _Stream(Mixture, IterableDataset[Any]):
             reading.check_end()
 
 
-class _Seekable(_Stream):
+class _SeekableMixture(_StreamMixture):
     """It can begin anywhere, for all of its sources can."""
 
     def iter_from(self, start: int) -> Iterator[Any]:
         """See `SeekableStream`."""
         before = zip(self._sources, self._order.before(start), strict=True)
-        readings = [_Reading(self, source, *divmod(count, source.length or 1)) for source, count in before]
+        readings = [_SourceReading(self, source, *divmod(count, source.length or 1)) for source, count in before]
         return self._read(self._order.from_position(start), readings)
 
 
-class _Stateful(_Stream):
+class _StatefulMixture(_StreamMixture):
     """It can go back to a state, for all of its sources can."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._loaded: dict[str, Any] | None = None
-        self._position, self._readings = 0, [_Reading(self, source) for source in self._sources]
+        self._position, self._readings = 0, [_SourceReading(self, source) for source in self._sources]
 
     @override
     def __iter__(self) -> Iterator[Any]:
@@ -338,11 +338,11 @@ class _Stateful(_Stream):
         state, self._loaded = self._loaded, None
         states = state["sources"] if state else {}
         self._position = state["position"] if state else 0
-        self._readings = [_Reading(self, each, *states.get(each.name, (0, 0, None))) for each in self._sources]
+        self._readings = [_SourceReading(self, each, *states.get(each.name, (0, 0, None))) for each in self._sources]
         samples = self._read(self._order.from_position(self._position), self._readings)
         return self._counted(samples, self._readings)
 
-    def _counted(self, samples: Iterator[Any], readings: Sequence[_Reading]) -> Iterator[Any]:
+    def _counted(self, samples: Iterator[Any], readings: Sequence[_SourceReading]) -> Iterator[Any]:
         for sample in samples:
             if readings is self._readings:  # no other iteration began since
                 self._position += 1
@@ -371,7 +371,7 @@ class _Stateful(_Stream):
         self._loaded = copy.deepcopy(state)
 
 
-class _Reading:
+class _SourceReading:
     """Where the reading of one source stands.
 
     Attributes:
@@ -379,7 +379,7 @@ class _Reading:
         read: Samples of it since then.
     """
 
-    def __init__(self, owner: Mixture, source: _Source, passes: int = 0, read: int = 0, state: Any = None) -> None:
+    def __init__(self, owner: Mixture, source: _MixedSource, passes: int = 0, read: int = 0, state: Any = None) -> None:
         self.source = source
         self.passes, self.read = passes, read
         self._seed, self._epoch = owner._seed, owner.epoch

@@ -23,7 +23,7 @@ _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR
 _LOOK_S = 0.1  # how often a worker that got a signal looks whether its rank lives
 
 
-class _WorkerStart:
+class _SignalStart:
     """What a worker does first: it prepares for signals, and calls the function that it was given."""
 
     def __init__(self, rest: Callable[[int], None] | None, is_over: Any) -> None:
@@ -56,7 +56,7 @@ def workers_outlive_signals(view: DataLoader[Any]) -> Iterator[Callable[[Any], N
         What is called with the iterator that has these workers.
     """
     is_over = (view.multiprocessing_context or multiprocessing).RawValue("b", 0)  # in memory that all of them share
-    view.__dict__["worker_init_fn"] = _WorkerStart(view.worker_init_fn, is_over)
+    view.__dict__["worker_init_fn"] = _SignalStart(view.worker_init_fn, is_over)
 
     def end() -> None:
         is_over.value = 1

@@ -25,10 +25,11 @@ from weft.data.split.loader_checks import (
     check_uneven,
     warn_of_no_steps,
 )
-from weft.data.split.map_samples import Epoch
+from weft.data.split.map_samples import SharedEpoch
 from weft.data.split.read_plan import DataPlan, ReadPlan, is_stock
+from weft.data.split.real_batches import ShareCheck
 from weft.data.split.sharded_loader import ShardedLoader, sharded_copy
-from weft.data.split.split_plan import UNKNOWN, Plan, Uneven
+from weft.data.split.split_plan import UNKNOWN, SplitPlan, Uneven
 from weft.data.split.stream_samples import SeekableStream, StreamSteps, has_state, never_ends, with_own_shards
 from weft.data.split.uneven_ranks import UnevenRanks, uneven_counts
 from weft.loop_watch import watch_loop
@@ -215,7 +216,7 @@ def shard_data(
     if iterable or mode == "dispatch":  # what a sampler yields is seen before it is read
         check_uneven(uneven, UNKNOWN if never_ends(loader.dataset) else total, ctx, already_sharded=already_sharded)
     costs = None if cost is None else Costs(cost)
-    plan = Plan(rank, size, per_rank, drop_last, uneven or "balance", costs)
+    plan = SplitPlan(rank, size, per_rank, drop_last, uneven or "balance", costs)
     if ctx.replicas is not None:  # a step has as many units as with all replicas, whoever lives
         plan = plan._replace(step_units=plan.per_step * _most_replicas(ctx))
     if total is not None:
@@ -234,7 +235,7 @@ def shard_data(
         ctx.agree("shard_data", facts)
     everyone = [plan._replace(rank=each) for each in range(size)] if mode == "dispatch" else [plan]
     readers = tuple(everyone) if reads_here else ()
-    epochs = Epoch(shared=loader.persistent_workers and loader.num_workers > 0)
+    epochs = SharedEpoch(shared=loader.persistent_workers and loader.num_workers > 0)
     stream, serial = None, ctx.world.next_number("loader")
     if iterable and reads_here:
         stream = StreamSteps(loader.dataset, total, readers, ctx.rank, epochs, chosen, keyed=keyed)
@@ -252,6 +253,7 @@ def shard_data(
         epochs=epochs,
         place=place,
         serial=serial,
+        shares=ShareCheck(ctx.rank, elastic=ctx.replicas is not None),
         split_for=ctx.data_size if already_sharded else None,
         scattered=mode == "dispatch",
         total=total,
@@ -311,7 +313,7 @@ def _as_rank_0(ctx: DistContext, mine: dict[str, Any]) -> tuple[int | None, int,
 
 
 def _meeting(
-    plan: Plan, total: int | None, uneven: Uneven | None, ctx: DistContext, facts: dict[str, Any]
+    plan: SplitPlan, total: int | None, uneven: Uneven | None, ctx: DistContext, facts: dict[str, Any]
 ) -> UnevenRanks:
     """How the ranks come together that may have different numbers of batches."""
     steps = None if total is None else plan.num_steps(total)

@@ -34,7 +34,7 @@ class OtherOrder(ValueError):
 
 
 @dataclass
-class _Made:
+class _MadeOrder:
     units: Sequence[Any]
     start: dict[str, Any]  # the state of the sampler before
     first: Sequence[Any]  # what the digest is of
@@ -57,7 +57,7 @@ class EpochOrder:
         expected = known if known is not None else 2 * len(dataset) if isinstance(dataset, Sized) else 0
         self._most = expected + _READ_AHEAD
         self._state = None if _is_plain(source) else SamplerState(source, dataset, generators_of(source))
-        self._made: dict[tuple[int, int], _Made] = {}
+        self._made: dict[tuple[int, int], _MadeOrder] = {}
         self._starts: dict[int, Mapping[str, Any]] = {}
         self._lengths: dict[tuple[int, int], int] = {}
 
@@ -171,7 +171,7 @@ class EpochOrder:
 
     # -- making one ------------------------------------------------------------------------------
 
-    def _of(self, seed: int, epoch: int) -> _Made:
+    def _of(self, seed: int, epoch: int) -> _MadeOrder:
         made = self._made.get((seed, epoch))
         if made is None or (isinstance(made.units, EndlessOrder) and made.units.is_begun):
             if made is not None:  # an endless one has to begin anew
@@ -190,7 +190,7 @@ class EpochOrder:
         assert self._state is not None
         return dict(self._starts[epoch]) if epoch in self._starts else self._state.capture()
 
-    def _make(self, seed: int, epoch: int) -> _Made:
+    def _make(self, seed: int, epoch: int) -> _MadeOrder:
         start: dict[str, Any] = {}
         if self._state is not None:
             start = self._start(epoch)
@@ -198,7 +198,7 @@ class EpochOrder:
                 self._state.prepare(start)()
         units = _drawn(self.source, seed, epoch, self._most)
         if isinstance(units, EndlessOrder):
-            return _Made(units, start, units[0 : self._most])
+            return _MadeOrder(units, start, units[0 : self._most])
         if self.known is not None and len(units) not in (self.known, length_of(self.source)):
             raise ContractError(
                 "shard_data: the sampler does not yield what its length says",
@@ -208,9 +208,9 @@ class EpochOrder:
             )
         if self.costs is not None:
             units = alike_together(units, self.costs)
-        return _Made(units, start, units)
+        return _MadeOrder(units, start, units)
 
-    def _digest(self, made: _Made) -> str:
+    def _digest(self, made: _MadeOrder) -> str:
         if made.digest is None:
             made.digest, made.first = digest_of(made.first), ()
         return made.digest

@@ -28,7 +28,7 @@ Hashes = NDArray[np.uint64]
 Parts = NDArray[Any]  # of float64
 
 
-class Place(NamedTuple):
+class MixedSample(NamedTuple):
     """What comes at a position: the number of the source, how many of its samples came before, and which one it is."""
 
     source: int
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     sample: int
 
 
-class _Block(NamedTuple):
+class _OrderBlock(NamedTuple):
     start: int
     sources: Numbers
     before: Numbers
@@ -74,19 +74,19 @@ class MixedOrder:
         self.lengths = np.array(lengths, np.int64)
         self.shuffle = np.array(shuffle)
         self.keys = np.array([mix(seed, epoch, name, "mixture") for name in names], np.uint64)
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, _OrderBlock] = {}
 
-    def __getitem__(self, position: int) -> Place:
+    def __getitem__(self, position: int) -> MixedSample:
         block = self._block_of(position)
         at = position - block.start
-        return Place(int(block.sources[at]), int(block.before[at]), int(block.samples[at]))
+        return MixedSample(int(block.sources[at]), int(block.before[at]), int(block.samples[at]))
 
-    def from_position(self, start: int) -> Iterator[Place]:
+    def from_position(self, start: int) -> Iterator[MixedSample]:
         """What comes from a position on."""
         while self.endless or start < self.total:
             block = self._block_of(start)
             rest = (part[start - block.start :].tolist() for part in (block.sources, block.before, block.samples))
-            yield from map(Place, *rest)
+            yield from map(MixedSample, *rest)
             start = block.start + len(block.sources)
 
     def before(self, position: int) -> list[int]:
@@ -97,7 +97,7 @@ class MixedOrder:
         inside = np.bincount(block.sources[: position - block.start], minlength=len(self.rates))
         return [begun + int(more) for begun, more in zip(block.begun, inside, strict=True)]
 
-    def _block_of(self, position: int) -> _Block:
+    def _block_of(self, position: int) -> _OrderBlock:
         if not 0 <= position < (2**62 if self.endless else self.total):
             raise IndexError(
                 message(
@@ -115,14 +115,14 @@ class MixedOrder:
             block = self._block(number)
         return block
 
-    def _block(self, number: int) -> _Block:
+    def _block(self, number: int) -> _OrderBlock:
         if number not in self._blocks:
             if len(self._blocks) >= _KEPT:
                 del self._blocks[next(iter(self._blocks))]
             self._blocks[number] = self._computed(number * _BLOCK, (number + 1) * _BLOCK)
         return self._blocks[number]
 
-    def _computed(self, begin: int, end: int) -> _Block:
+    def _computed(self, begin: int, end: int) -> _OrderBlock:
         """All that comes in a span of time."""
         whole, part = self._shares(begin)
         first, last = (self._count(*self._shares(time)) for time in (begin, end))
@@ -133,7 +133,7 @@ class MixedOrder:
         times = steps / np.array([rate / self.total for rate in self.rates])[sources]
         order = np.argsort(times, kind="stable")
         sources, before = sources[order], before[order]
-        return _Block(int(first.sum()), sources, before, self._samples(sources, before), first.tolist())
+        return _OrderBlock(int(first.sum()), sources, before, self._samples(sources, before), first.tolist())
 
     def _shares(self, time: int) -> tuple[Numbers, Parts]:
         """What each source has to have at a time: whole samples, and the part of one."""

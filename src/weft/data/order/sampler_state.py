@@ -22,7 +22,7 @@ _CLOSED = (type, types.ModuleType, types.FunctionType, types.MethodType, torch.T
 _LIBRARIES = ("builtins", "torch", "numpy", "typing", "abc", "collections", "random")
 
 
-class _Place(NamedTuple):
+class _SamplerItem(NamedTuple):
     """A generator or plain value inside a sampler, and what sets the value."""
 
     value: Any
@@ -97,8 +97,8 @@ class SamplerState:
             else partial(setattr, holder, name, value)
         )
 
-    def _places(self) -> dict[str, _Place]:
-        found: dict[str, _Place] = {}
+    def _places(self) -> dict[str, _SamplerItem]:
+        found: dict[str, _SamplerItem] = {}
         seen = set(self._closed)
         todo: list[tuple[str, Any, int]] = [("", self._sampler, 0)]
         for path, holder, depth in todo:  # which grows meanwhile
@@ -110,9 +110,9 @@ class SamplerState:
                 if is_generator(value):
                     if id(value) not in seen:
                         seen.add(id(value))
-                        found.setdefault(where, _Place(value, None))
+                        found.setdefault(where, _SamplerItem(value, None))
                 elif isinstance(value, _PLAIN):
-                    found.setdefault(where, _Place(value, put))
+                    found.setdefault(where, _SamplerItem(value, put))
                 elif depth < _DEPTH and _may_hold(value):
                     todo.append((where, value, depth + 1))
         return found

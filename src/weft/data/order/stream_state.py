@@ -26,7 +26,7 @@ _ENTRIES = 2**16  # of a list that is copied
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class _Found(NamedTuple):
+class _StreamContents(NamedTuple):
     """What is in a stream.
 
     Attributes:
@@ -54,8 +54,8 @@ class StreamState:
         # Generators that the program has seeded otherwise draw otherwise.
         names, found = {id(generator) for generator in seeded}, _look(stream).generators
         self._first = {path: _digest(value) for path, value in found.items() if id(value) not in names}
-        self._begun: _Found | None = None
-        self._left: _Found | None = None
+        self._begun: _StreamContents | None = None
+        self._left: _StreamContents | None = None
         self._has_warned = False
 
     def begin(self, stream: object, seed: int) -> None:
@@ -83,7 +83,7 @@ class StreamState:
             self._left.lists.update(lists)
 
 
-def _put_back(begun: _Found, left: _Found, now: _Found) -> list[str]:
+def _put_back(begun: _StreamContents, left: _StreamContents, now: _StreamContents) -> list[str]:
     """Set what reading has changed, and nobody else since, to what it was; returns which numbers and texts."""
     changed: list[str] = []
     for key, (holder, before) in begun.values.items():
@@ -100,9 +100,9 @@ def _put_back(begun: _Found, left: _Found, now: _Found) -> list[str]:
     return changed
 
 
-def _look(stream: object) -> _Found:
+def _look(stream: object) -> _StreamContents:
     package = type(stream).__module__.partition(".")[0]
-    found = _Found({}, {}, {})
+    found = _StreamContents({}, {}, {})
     seen: set[int] = set()
     todo: list[tuple[str, Any, int, bool]] = [("", stream, 0, True)]
     for path, holder, depth, mine in todo:  # which grows meanwhile

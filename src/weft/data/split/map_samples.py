@@ -11,6 +11,7 @@ import operator
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.data import Dataset, Sampler, get_worker_info
 from weft.data.order.endless_order import EndlessOrder, parts_of
 from weft.data.order.epoch_order import EpochOrder
 from weft.data.order.tell_epoch import tell_epoch
-from weft.data.split.split_plan import Plan, Span
+from weft.data.split.split_plan import Span, SplitPlan
 from weft.environments import end_with_parent
 from weft.errors import listed
 from weft.rng import mix, seeded, seeds_for
@@ -28,7 +29,7 @@ from weft.tensors.rng_state import RngState
 AS_PLANNED = -1  # samples in a batch: those that were asked for, as in most
 
 
-class Mark(NamedTuple):
+class StreamMark(NamedTuple):
     """A place in a stream, and what is known of what was read up to there.
 
     Attributes:
@@ -68,7 +69,7 @@ class BatchInfo(NamedTuple):
     valid: int
     empty: bool = False
     last: bool = False
-    mark: Mark | None = None
+    mark: StreamMark | None = None
     everyone: int | None = None
     held: int | None = AS_PLANNED
     left_out: int = 0
@@ -88,7 +89,7 @@ def as_index(index: Any) -> Any:
         return index
 
 
-class Epoch:
+class SharedEpoch:
     """The number of the epoch of a stream, also in workers that outlive one; `start` is where it begins."""
 
     def __init__(self, *, shared: bool) -> None:
@@ -106,7 +107,7 @@ class Epoch:
         return number, start
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """What is read for one batch; it goes to the process that reads it.
 
     Attributes:
@@ -120,7 +121,7 @@ class Request(NamedTuple):
     indices: Any
 
 
-class Read(NamedTuple):
+class FetchedSamples(NamedTuple):
     """What was read for a batch.
 
     Attributes:
@@ -134,7 +135,7 @@ class Read(NamedTuple):
     present: Sequence[int] | None
 
 
-class Samples(Dataset[Any]):
+class MapSamples(Dataset[Any]):
     """A map-style dataset, with the name of the sample in each error and, if asked for, keyed randomness.
 
     Where it reads, it tells the dataset the epoch of each batch. A worker that outlives an iteration begins the next
@@ -152,7 +153,7 @@ class Samples(Dataset[Any]):
         self.says = callable(getattr(dataset, "set_epoch", None)) and hasattr(dataset, "epoch")
         self.fetch = getattr(dataset, "__getitems__", None)
 
-    def __getitems__(self, request: Request) -> Any:
+    def __getitems__(self, request: BatchRequest) -> Any:
         indices, present = request.indices, None
         if self.fetch is None or self.seed is not None:
             found: Sequence[Any] = self._one_by_one(request, indices)
@@ -165,7 +166,7 @@ class Samples(Dataset[Any]):
                 raise
             if self.counts == "by name" and isinstance(found, list) and len(found) != len(indices):
                 present = self._present(indices, len(found))
-        return found if self.counts == "no" else Read(found, len(indices), present)
+        return found if self.counts == "no" else FetchedSamples(found, len(indices), present)
 
     def _present(self, indices: Sequence[Any], count: int) -> list[int] | None:
         """Places of the samples that the dataset has, of which it returned so many: each is read once more, alone."""
@@ -177,10 +178,10 @@ class Samples(Dataset[Any]):
         places = [place for place, found in enumerate(counts) if found]
         return places if sum(counts) == len(places) == count else None
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: BatchRequest) -> Any:
         return self._one_by_one(request, [request.indices])[0]
 
-    def _one_by_one(self, request: Request, indices: Sequence[Any]) -> list[Any]:
+    def _one_by_one(self, request: BatchRequest, indices: Sequence[Any]) -> list[Any]:
         self._follow(request)
         dataset, keyed, rest = self.dataset, self.seed is not None, iter(indices)
         try:
@@ -193,7 +194,7 @@ class Samples(Dataset[Any]):
         with seeded(mix(self.seed, epoch, as_index(index), "sample")):
             return self.dataset[index]
 
-    def _follow(self, request: Request) -> None:
+    def _follow(self, request: BatchRequest) -> None:
         """Begin an iteration, or an epoch, that the request is the first of."""
         if request.iteration != self.iteration:
             self.iteration, self.told, worker = request.iteration, None, get_worker_info()
@@ -223,17 +224,19 @@ def at_sample(error: BaseException, sample: object, rank: int) -> None:
         error.add_note(f"while sample {sample} was read on rank {rank}")
 
 
+@dataclass(frozen=True)
 class WorkerStart:
-    """What a worker process does first: seeds of its own, then the user's `worker_init_fn`."""
+    """What a worker process does first: seeds of its own, then the user's `worker_init_fn`.
 
-    def __init__(
-        self, user: Callable[[int], None] | None, seed: int, epoch: int, rank: int, *, elastic: bool = False
-    ) -> None:
-        self.user = user
-        self.parent = os.getpid() if elastic else 0
-        self.seed = seed
-        self.epoch = epoch
-        self.rank = rank
+    Attributes:
+        parent: The process with which it ends, of a replica; 0: none.
+    """
+
+    user: Callable[[int], None] | None
+    seed: int
+    epoch: int
+    rank: int
+    parent: int
 
     def __call__(self, worker: int) -> None:
         """Seed, and call the user's function."""
@@ -247,24 +250,25 @@ class WorkerStart:
             self.user(worker)
 
 
+@dataclass(eq=False)
 class StepIndices(Sampler[Any]):
     """Yields the requests of one rank (or, for dispatch, of all in turn), in the order of the epochs.
 
     Attributes:
+        single: `batch_size=None`: a unit is read alone.
         iteration: Number of the iteration that begins now, among those of one set of workers.
         reading: What an iterator that is made now yields.
         given: Where it notes what it asked for.
     """
 
-    def __init__(self, units: EpochOrder, plans: Sequence[Plan], *, whole: bool, single: bool) -> None:
-        self.units = units
-        self.plans = tuple(plans)
-        self.whole = whole
-        self.single = single  # batch_size=None: a unit is read alone
-        self.seed = 0
-        self.iteration = 0
-        self.reading: Sequence[Span] = ()
-        self.given: deque[BatchInfo] = deque()
+    units: EpochOrder
+    plans: Sequence[SplitPlan]
+    whole: bool
+    single: bool
+    seed: int
+    reading: Sequence[Span]
+    given: deque[BatchInfo]
+    iteration: int = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self._indices(self.reading, self.given)  # of now, not of the moment when the first is asked for
@@ -284,7 +288,7 @@ class StepIndices(Sampler[Any]):
 
     def _counted(
         self, order: Sequence[Any], span: Span, given: deque[BatchInfo], iteration: tuple[int, int]
-    ) -> Iterator[Request]:
+    ) -> Iterator[BatchRequest]:
         """The requests of batches, each with a note of the samples of all ranks in its step."""
         plan = self.plans[0]
         pieces = [each.pieces(order, span.start, span.stop) for each in self.plans]
@@ -304,20 +308,20 @@ class StepIndices(Sampler[Any]):
                 given.append(BatchInfo(span.epoch, ids, kept, empty=not len(piece), everyone=everyone))
                 # A batch is asked for as the user's batch sampler made it, if it is one.
                 untouched = self.single or (self.whole and len(units) == 1)
-                yield Request(iteration, span.epoch, units[0] if untouched else ids)
+                yield BatchRequest(iteration, span.epoch, units[0] if untouched else ids)
 
     def _plain(
         self, order: Sequence[Any], span: Span, given: deque[BatchInfo], iteration: tuple[int, int]
-    ) -> Iterator[Request]:
+    ) -> Iterator[BatchRequest]:
         """Fast path for the common case."""
         note, epoch, instead = given.append, span.epoch, [order[span.start]] if span.start < len(order) else []
         for piece, valid in self.plans[0].pieces(order, span.start, span.stop):
             if len(piece):
                 note(BatchInfo(epoch, piece, valid))
-                yield Request(iteration, epoch, piece)
+                yield BatchRequest(iteration, epoch, piece)
             else:
                 note(BatchInfo(epoch, instead, 0, empty=True))
-                yield Request(iteration, epoch, instead)
+                yield BatchRequest(iteration, epoch, instead)
 
 
 def name_samples(error: Exception, given: deque[BatchInfo], rank: int) -> None:

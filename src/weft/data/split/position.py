@@ -7,7 +7,7 @@ import copy
 import itertools
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from weft.errors import ContractError, value_error
 
 
 @dataclass(eq=False)
-class Pass:
+class LoaderPass:
     """One iteration over a loader, which runs or is to come.
 
     Attributes:
@@ -85,13 +85,13 @@ class Cursor:
         told: Whether the user was told that its epochs continue those of another loader; None: they do not.
     """
 
-    now: Pass
+    now: LoaderPass
     place: LoaderPlace
     fresh: bool = True
     latest: int = -1
     iterations: int = 0
-    open: set[Pass] = field(default_factory=set)
-    before: Pass | None = None
+    open: set[LoaderPass] = field(default_factory=set)
+    before: LoaderPass | None = None
     last: BatchInfo | None = None
     orders: tuple[int, Sequence[dict[str, Any]]] | None = None
     rows: int | None = 0
@@ -111,16 +111,16 @@ class Cursor:
 
     def go_to(self, epoch: int, todo: tuple[Span, ...], whole: tuple[Span, ...] | None = None) -> None:
         """Let the next iteration read this."""
-        self.now, self.fresh, self.before, self.last = Pass(epoch, todo, whole or todo), True, None, None
+        self.now, self.fresh, self.before, self.last = LoaderPass(epoch, todo, whole or todo), True, None, None
         self.place.epoch = epoch
 
-    def begin(self) -> Pass:
+    def begin(self) -> LoaderPass:
         """Begin the iteration that comes next."""
         self.fresh, self.latest, self.told = False, self.now.epoch, None
         self.place.epoch, self.place.is_fresh = self.latest + 1, False
         return self.now
 
-    def gave(self, running: Pass, given: BatchInfo) -> None:
+    def gave(self, running: LoaderPass, given: BatchInfo) -> None:
         """An iteration has given a batch."""
         running.steps += 1
         self.now, self.fresh, self.last = running, False, given
@@ -128,7 +128,7 @@ class Cursor:
         if given.last and len(running.todo) == 1:
             running.total = running.steps
 
-    def ended(self, running: Pass, todo: tuple[Span, ...]) -> None:
+    def ended(self, running: LoaderPass, todo: tuple[Span, ...]) -> None:
         """An iteration came to its end; the next one reads this."""
         self.go_to(todo[-1].epoch, todo)
         self.before, running.has_ended = running, True
@@ -188,7 +188,7 @@ def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:
     return found | reading.order_state(left, cursor.orders)
 
 
-def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str, Any], Pass]:
+def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str, Any], LoaderPass]:
     """A state, or that of the next epoch instead, and what is to be read from there on.
 
     Raises:
@@ -197,7 +197,7 @@ def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str
     """
     if _other_data(state, reading):
         state = _next_epoch(state, _data_of(state, reading))
-    undo = _no_undo
+    undo: Callable[[], object] = lambda: None  # noqa: E731
     if reading.units is not None and reading.split_for is None and _has_numbers(state, reading):
         try:
             undo = reading.units.resume(state["seed"], state, _begun(state, reading))
@@ -216,7 +216,7 @@ def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str
         raise
     if found.todo[-1].start and not found.endless and reading.steps_in(found.todo) == 0:
         following = (reading.epoch(found.epoch + 1, state["seed"]),)  # no step is left of this one
-        found = Pass(found.epoch + 1, following, following)
+        found = LoaderPass(found.epoch + 1, following, following)
     return state, found
 
 
@@ -228,10 +228,6 @@ def _begun(state: Mapping[str, Any], reading: ReadPlan) -> set[int]:
     if not carried | here and reading.units is not None and not reading.units.is_plain:
         return {state["epoch"] - 1}
     return carried | here
-
-
-def _no_undo() -> None:
-    pass
 
 
 def _next_epoch(state: Mapping[str, Any], why: str, further: int = 1) -> dict[str, Any]:
@@ -278,7 +274,7 @@ def _has_numbers(state: Mapping[str, Any], reading: ReadPlan) -> bool:
     )
 
 
-def _pass_from(state: Mapping[str, Any], reading: ReadPlan) -> Pass:
+def _pass_from(state: Mapping[str, Any], reading: ReadPlan) -> LoaderPass:
     """What is left to be read from a position on.
 
     Raises:
@@ -296,7 +292,7 @@ def _pass_from(state: Mapping[str, Any], reading: ReadPlan) -> Pass:
             if all(type(number) is int for number in itertools.chain(*todo, *earlier[1])) and all(
                 0 <= each.start <= max(each.stop, beyond) and each.stop <= full.stop for each in todo
             ):
-                return Pass(state["epoch"], todo, (*earlier[1 if todo[-1].start else 0], full))
+                return LoaderPass(state["epoch"], todo, (*earlier[1 if todo[-1].start else 0], full))
     known = "" if reading.total is None else f" <= {reading.total}"
     raise value_error(
         "load_state_dict: this is not a position in this loader",

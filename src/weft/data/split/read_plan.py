@@ -16,9 +16,9 @@ from weft.data.order.compare_order import compare_order
 from weft.data.order.endless_order import EndlessOrder
 from weft.data.order.epoch_order import EpochOrder
 from weft.data.order.loader_place import LoaderPlace
-from weft.data.split.map_samples import BatchInfo, Epoch, Mark
-from weft.data.split.real_batches import Shares
-from weft.data.split.split_plan import UNKNOWN, Plan, Span
+from weft.data.split.map_samples import BatchInfo, SharedEpoch, StreamMark
+from weft.data.split.real_batches import ShareCheck
+from weft.data.split.split_plan import UNKNOWN, Span, SplitPlan
 from weft.data.split.stream_samples import StreamSteps
 from weft.data.split.uneven_ranks import UnevenRanks
 
@@ -82,8 +82,8 @@ class ReadPlan:
         mixture: What the order of a mixture follows from; None: it is no mixture.
     """
 
-    plan: Plan
-    readers: tuple[Plan, ...]
+    plan: SplitPlan
+    readers: tuple[SplitPlan, ...]
     units: EpochOrder | None
     stream: StreamSteps | None
     seed: int
@@ -91,19 +91,19 @@ class ReadPlan:
     with_ids: bool
     keyed: bool
     uneven_ranks: UnevenRanks | None
-    epochs: Epoch
+    epochs: SharedEpoch
     split_for: int | None
     place: LoaderPlace
     serial: int
+    shares: ShareCheck
     scattered: bool = False
     total: int | None = None
     whole: bool = False
     resized: Literal["error", "next_epoch"] = "error"
     mixture: str | None = None
-    shares: Shares = field(default_factory=Shares)
-    marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_KEPT_MARKS))
+    marks: deque[StreamMark] = field(default_factory=lambda: deque(maxlen=_KEPT_MARKS))
 
-    def mark(self, place: Span) -> Mark | None:
+    def mark(self, place: Span) -> StreamMark | None:
         """What is known of the place where a part of a stream begins."""
         return next((each for each in reversed(self.marks) if each[:2] == place[:2]), None)
 

@@ -8,6 +8,7 @@ own `collate_fn`, which leaves nothing out.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -21,12 +22,12 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate, default_convert
 
-from weft.data.split.map_samples import AS_PLANNED, BatchInfo, Read
+from weft.data.split.map_samples import AS_PLANNED, BatchInfo, FetchedSamples
 from weft.errors import ContractError
 from weft.tensors.nested import leaves, rows_of
 from weft.tensors.rng_state import RngState
 
-_Place = tuple[tuple[bool, Any], ...]  # a way into a batch: attributes (True) and keys
+_Path = tuple[tuple[bool, Any], ...]  # a way into a batch: attributes (True) and keys
 _PROBES, _TRIED, _PAIRS, _DEEP, _SHALLOW, _WIDE = 4, 6, 3, 4, 2, 64
 _CHANGED = frozenset({dict, list})
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)  # noqa: S311  (no secrets)
@@ -71,10 +72,10 @@ class CountedCollate:
         self.collate = collate
         self.names = names
         self.trusted = keeps_all(collate)
-        self.scales: dict[_Place, int] | None = None  # see [Note: counting]: what has a size, and that for one sample
+        self.scales: dict[_Path, int] | None = None  # see [Note: counting]: what has a size, and that for one sample
         self.probes = 0
 
-    def __call__(self, read: Read) -> Any:
+    def __call__(self, read: FetchedSamples) -> Any:
         """The batch as the user's function makes it; in an `OddBatch`, if it is another one than was asked for."""
         samples, asked, present = read
         if self.trusted:
@@ -111,11 +112,11 @@ class CountedCollate:
         held = counts.pop() if len(counts) == 1 else -1.0
         return int(held) if held.is_integer() and held >= 0 else None
 
-    def _measured(self, samples: Sequence[Any]) -> dict[_Place, int]:
+    def _measured(self, samples: Sequence[Any]) -> dict[_Path, int]:
         """What has a size that grows with the number of samples, and the size for one; alike for several samples."""
-        found: dict[_Place, int] | None = None
-        with _Undisturbed(self.collate) as collate:
-            alone: list[tuple[Any, dict[_Place, int]]] = []
+        found: dict[_Path, int] | None = None
+        with _undisturbed(self.collate) as collate:
+            alone: list[tuple[Any, dict[_Path, int]]] = []
             for sample in [one for one in samples if one is not None][:_TRIED]:
                 batch = _made(collate, sample)
                 alone += [] if _is_empty(batch) else [(sample, dict(_sizes(batch)))]
@@ -131,33 +132,32 @@ class CountedCollate:
         there = [place for place, sample in enumerate(samples) if sample is not None]
         if held is None or held >= len(there) or self.trusted:
             return there
-        with _Undisturbed(self.collate) as collate:
+        with _undisturbed(self.collate) as collate:
             places = [place for place in there if not _is_empty(_made(collate, samples[place]))]
             # Others are in it if samples are left out for another reason, or at random.
             is_sure = len(places) == held and _is_equal(_made(collate, *(samples[place] for place in places)), batch)
         return places if is_sure else there
 
 
-class _Undisturbed:
+@contextlib.contextmanager
+def _undisturbed(collate: Any) -> Iterator[Any]:
     """The user's function for calls that leave no trace: random states, and attributes of the function, stay."""
+    before = RngState.capture()
+    try:
+        yield _twin(collate)
+    finally:
+        before.apply()
 
-    def __init__(self, collate: Any) -> None:
-        self.collate = collate
-        self.before: Any = None
 
-    def __enter__(self) -> Any:
-        self.before = RngState.capture()
-        try:
-            twin = copy.copy(self.collate)
-        except Exception:  # noqa: BLE001  (whatever a foreign class raises: it cannot be copied)
-            return self.collate
-        for name, value in getattr(twin, "__dict__", {}).items() if twin is not self.collate else ():
-            if isinstance(value, (*_GENERATORS, list, dict)):
-                twin.__dict__[name] = copy.copy(value) if isinstance(value, (list, dict)) else copy.deepcopy(value)
-        return twin
-
-    def __exit__(self, *error: object) -> None:
-        self.before.apply()
+def _twin(collate: Any) -> Any:
+    try:
+        twin = copy.copy(collate)
+    except Exception:  # noqa: BLE001  (whatever a foreign class raises: it cannot be copied)
+        return collate
+    for name, value in getattr(twin, "__dict__", {}).items() if twin is not collate else ():
+        if isinstance(value, (*_GENERATORS, list, dict)):
+            twin.__dict__[name] = copy.copy(value) if isinstance(value, (list, dict)) else copy.deepcopy(value)
+    return twin
 
 
 def _spares(samples: Sequence[Any]) -> list[Any]:
@@ -212,7 +212,7 @@ def _inside(value: Any) -> Iterator[tuple[tuple[bool, Any], Any]]:
         yield from (((True, name), item) for name, item in getattr(value, "__dict__", {}).items())
 
 
-def _sizes(batch: Any, place: _Place = (), deep: int = _DEEP) -> Iterator[tuple[_Place, int]]:
+def _sizes(batch: Any, place: _Path = (), deep: int = _DEEP) -> Iterator[tuple[_Path, int]]:
     """The lengths of a batch and of what is in it."""
     size = _length(batch)
     if size is not None:
@@ -221,7 +221,7 @@ def _sizes(batch: Any, place: _Place = (), deep: int = _DEEP) -> Iterator[tuple[
         yield from _sizes(item, (*place, step), deep - 1)
 
 
-def _size_at(batch: Any, place: _Place) -> float:
+def _size_at(batch: Any, place: _Path) -> float:
     try:
         for is_attribute, name in place:
             batch = getattr(batch, name) if is_attribute else batch[name]
@@ -255,7 +255,7 @@ class Arrivals:
     def __init__(self, loader: str, *, changed: bool) -> None:
         self.asked: deque[BatchInfo] = deque()
         self.came: deque[BatchInfo] = deque()
-        self.batches: deque[tuple[Any, dict[_Place, int]]] | None = deque() if changed else None
+        self.batches: deque[tuple[Any, dict[_Path, int]]] | None = deque() if changed else None
         self._loader = loader
         self._has_begun = False
 
@@ -320,23 +320,28 @@ class Arrivals:
         )
 
 
-class Shares:
+class ShareCheck:
     """Whether `share`, which is computed from planned sizes, holds for the batches that came.
 
     The sizes of the other ranks' batches are not known without a message. So where one batch of this rank is not as
     planned, no share is returned from then on; and if one was before, the batch is not given.
+
+    Args:
+        rank: Of this process.
+        elastic: Whether the job is.
 
     Attributes:
         odd: What was found in the first batch that is not as planned.
         short: Whether its samples could be counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, *, elastic: bool) -> None:
+        self._rank, self._elastic = rank, elastic
         self.odd = ""
         self.short = False
         self._asked = False
 
-    def note(self, given: BatchInfo, rank: int, *, elastic: bool) -> None:
+    def note(self, given: BatchInfo) -> None:
         """Look at a batch before it is given.
 
         Raises:
@@ -347,14 +352,14 @@ class Shares:
         if not self.odd or (not self.short and given.held is not None):
             self.short = given.held is not None
             self.odd = (
-                f"{given.held} samples in a batch made on rank {rank}, for which {given.asked} were read"
+                f"{given.held} samples in a batch made on rank {self._rank}, for which {given.asked} were read"
                 if self.short
-                else f"a batch made on rank {rank} of {given.asked} samples, which cannot be counted in it"
+                else f"a batch made on rank {self._rank} of {given.asked} samples, which cannot be counted in it"
             )
         if self._asked:
-            raise self._wrong(elastic=elastic)
+            raise self._wrong()
 
-    def ask(self, *, elastic: bool) -> None:
+    def ask(self) -> None:
         """Note that a share is asked for.
 
         Raises:
@@ -362,9 +367,9 @@ class Shares:
         """
         self._asked = True
         if self.odd:
-            raise self._wrong(elastic=elastic)
+            raise self._wrong()
 
-    def _wrong(self, *, elastic: bool) -> ContractError:
+    def _wrong(self) -> ContractError:
         fix = (
             'loss = cross_entropy(model(x), y, reduction="sum") / weft.metrics.denominator(len(y), ctx)  # in windows '
             "/ window.denominator(lambda batch: len(batch[1])). Where nothing is left of a batch, return one without "
@@ -377,6 +382,6 @@ class Shares:
             "ranks are known by plan only",
             fix="dataset = torch.utils.data.Subset(dataset, good)  # before shard_data; in an elastic job, counts "
             "cannot be added up with weft.metrics.denominator"
-            if elastic
+            if self._elastic
             else fix,
         )

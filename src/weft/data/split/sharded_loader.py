@@ -18,8 +18,8 @@ from weft.data.loader_copy import Extension, Size, extended_copy, is_torch_itera
 from weft.data.lock_step import LockStep, lock_step
 from weft.data.order.tell_epoch import tell_epoch
 from weft.data.split.dispatch import scattered
-from weft.data.split.map_samples import AS_PLANNED, BatchInfo, Mark, as_index, name_samples
-from weft.data.split.position import Cursor, Pass, checked_position, position
+from weft.data.split.map_samples import AS_PLANNED, BatchInfo, StreamMark, as_index, name_samples
+from weft.data.split.position import Cursor, LoaderPass, checked_position, position
 from weft.data.split.read_plan import ReadPlan
 from weft.data.split.real_batches import Arrivals, keeps_all
 from weft.data.split.split_plan import UNKNOWN, Span
@@ -129,7 +129,7 @@ class ShardedLoader(Extension[T]):
         now.reader = weakref.ref(reader)
         return reader
 
-    def _begin(self) -> Pass:
+    def _begin(self) -> LoaderPass:
         reading, cursor = self.weft_reading, self.weft_cursor
         if not cursor.fresh and cursor.now.is_complete and not cursor.open - {cursor.now}:
             self._ended(cursor.now)
@@ -144,7 +144,7 @@ class ShardedLoader(Extension[T]):
             tell_epoch(self.dataset, now.epoch)
         return now
 
-    def _iteration(self, now: Pass) -> Iterator[Any]:
+    def _iteration(self, now: LoaderPass) -> Iterator[Any]:
         reading, cursor, device = self.weft_reading, self.weft_cursor, self.weft_ctx.device
         plan, todo = reading.plan, now.todo
         if now.left_out and now.carries:
@@ -173,7 +173,7 @@ class ShardedLoader(Extension[T]):
         if not now.has_ended:
             self._ended(now)
 
-    def _current(self) -> Pass:
+    def _current(self) -> LoaderPass:
         """The iteration that runs, or else the one that comes next."""
         cursor = self.weft_cursor
         if cursor.fresh or not cursor.now.is_over:
@@ -182,9 +182,9 @@ class ShardedLoader(Extension[T]):
             self._ended(cursor.now)
             return cursor.now
         following = (self.weft_reading.epoch(cursor.latest + 1),)
-        return Pass(cursor.latest + 1, following, following)
+        return LoaderPass(cursor.latest + 1, following, following)
 
-    def _ended(self, now: Pass) -> None:
+    def _ended(self, now: LoaderPass) -> None:
         """Let the next iteration read what this one has left out, and the next epoch."""
         reading, plan = self.weft_reading, self.weft_reading.plan
         later: tuple[Span, ...] = ()
@@ -233,9 +233,9 @@ class ShardedLoader(Extension[T]):
                 raise
 
     def _note(self, given: BatchInfo) -> None:
-        ctx, reading = self.weft_ctx, self.weft_reading
+        reading = self.weft_reading
         if not reading.lone or keeps_all(self.collate_fn):  # otherwise nothing comes from the plan
-            reading.shares.note(given, ctx.rank, elastic=ctx.replicas is not None)
+            reading.shares.note(given)
 
     def _torch_batches(self, spans: tuple[Span, ...], arrivals: Arrivals) -> Iterator[Any]:
         """Torch's own iterator, or that of the user's class."""
@@ -313,11 +313,14 @@ class ShardedLoader(Extension[T]):
         return self.weft_position(0)
 
     def weft_position(self, back: int) -> dict[str, Any]:
-        """The position as it was so many batches ago, in the running iteration; see `Seekable`."""
+        """The position as it was so many batches ago, in the running iteration."""
         return position(self.weft_reading, self.weft_cursor, back)
 
     def weft_leave_out(self, count: int, *, carry: bool) -> bool:
-        """Do not read the last batches of the iteration that was just begun; see `Seekable`."""
+        """Do not read the last batches of the iteration that was just begun; `carry` lets the next one begin with them.
+
+        Returns False, and changes nothing, if it cannot.
+        """
         reading = self.weft_reading
         if carry and (reading.uneven_ranks is not None or reading.scattered or reading.units is None):
             return False  # which of them are this rank's is not for it alone to say, or they would be read twice
@@ -325,7 +328,10 @@ class ShardedLoader(Extension[T]):
         return True
 
     def weft_lengths(self) -> tuple[int | None, int | None]:
-        """Batches that are left, and of the whole epoch; see `Seekable`."""
+        """Batches that are left of the running or next iteration, and of its whole epoch with what it began with.
+
+        None where nobody knows.
+        """
         reading, now = self.weft_reading, self._current()
         todo, whole = reading.measured(now.todo), reading.measured(now.whole)
         if todo[-1].stop == UNKNOWN:
@@ -333,17 +339,17 @@ class ShardedLoader(Extension[T]):
         return reading.steps_in(todo) - now.left_out - now.steps, reading.steps_in(whole)
 
     def weft_ask(self) -> None:
-        """See `Seekable`."""
-        self.weft_reading.shares.ask(elastic=self.weft_ctx.replicas is not None)
+        """Note that shares are computed from sizes; raises if batches were not of the size that was planned."""
+        self.weft_reading.shares.ask()
 
     def weft_planned(self) -> Callable[[int], Size] | None:
-        """See `Seekable`."""
+        """The size of a batch of the iteration that was just begun, by its number; None: known when it is read."""
         if self.weft_reading.lone and not keeps_all(self.collate_fn):
             return None  # on one rank, what batches hold is counted when they are read
         return self.weft_reading.planned(self.weft_cursor.todo)
 
     def weft_size(self) -> Size:
-        """The size of the batch that was given last; see `Seekable`."""
+        """The size of the batch that was given last."""
         return self.weft_cursor.last_size(self.weft_reading)
 
     def weft_divide(self, index: int, count: int) -> None:
@@ -365,7 +371,7 @@ class ShardedLoader(Extension[T]):
         reading.seed = state["seed"]
         reading.marks.clear()
         read = tuple(state["read"]) if "read" in state else None
-        reading.marks.append(Mark(now.todo[0].epoch, now.todo[0].start, copy.deepcopy(state.get("source")), read))
+        reading.marks.append(StreamMark(now.todo[0].epoch, now.todo[0].start, copy.deepcopy(state.get("source")), read))
         if reading.stream is not None:
             self.__dict__[torch_internals.LOADER_ITERATOR.name] = None  # workers that stay cannot be sent it
         self.weft_cursor.go_to(now.epoch, now.todo, now.whole)
@@ -443,7 +449,7 @@ def _has_own_state(cls: type[Any]) -> bool:
 def sharded_copy(loader: DataLoader[T], reading: ReadPlan, ctx: DistContext) -> ShardedLoader[T]:
     """A copy of `loader` that reads as `reading` says; the original is left alone."""
     begin = (reading.epoch(reading.place.epoch),)
-    cursor = Cursor(Pass(begin[0].epoch, begin, begin), reading.place, told=False if begin[0].epoch else None)
+    cursor = Cursor(LoaderPass(begin[0].epoch, begin, begin), reading.place, told=False if begin[0].epoch else None)
     parts = {"weft_reading": reading, "weft_cursor": cursor, "weft_ctx": ctx}
     new: ShardedLoader[T] = extended_copy(
         loader, ShardedLoader, **parts, weft_lock_step=lock_step(reading, cursor, ctx)

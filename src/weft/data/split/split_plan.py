@@ -35,7 +35,7 @@ class Span(NamedTuple):
     stop: int
 
 
-class Plan(NamedTuple):
+class SplitPlan(NamedTuple):
     """How units are shared out.
 
     Attributes:

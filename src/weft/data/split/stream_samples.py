@@ -33,9 +33,17 @@ from weft.data.order.epoch_order import generators_of
 from weft.data.order.sample_digest import ReadDigest, is_compared, next_looked_at
 from weft.data.order.stream_state import StreamState
 from weft.data.order.tell_epoch import tell_epoch
-from weft.data.split.map_samples import BatchInfo, Epoch, Mark, Read, WorkerStart, at_sample, seed_worker
+from weft.data.split.map_samples import (
+    BatchInfo,
+    FetchedSamples,
+    SharedEpoch,
+    StreamMark,
+    WorkerStart,
+    at_sample,
+    seed_worker,
+)
 from weft.data.split.real_batches import CountedCollate, OddBatch
-from weft.data.split.split_plan import UNKNOWN, Plan, warn_of_no_step
+from weft.data.split.split_plan import UNKNOWN, SplitPlan, warn_of_no_step
 from weft.errors import ContractError, value_error
 from weft.peers.world import World
 from weft.rng import mix, seeded
@@ -60,7 +68,7 @@ class SeekableStream(Protocol):
         ...
 
 
-class Step(NamedTuple):
+class StreamStep(NamedTuple):
     """One step as it comes from a worker: the samples, later the batch, of each rank it is read for."""
 
     parts: list[Any]
@@ -74,18 +82,18 @@ class CollateSteps:
         self.collate: Callable[[Any], Any] = collate if single else CountedCollate(collate, names=names)
         self.single = single
 
-    def __call__(self, step: Step) -> Step:
+    def __call__(self, step: StreamStep) -> StreamStep:
         """The same step with batches in it."""
         if self.single:
-            return Step([self.collate(part[0]) for part in step.parts], step.given)
-        parts = [self.collate(Read(part, len(part), None)) for part in step.parts]
+            return StreamStep([self.collate(part[0]) for part in step.parts], step.given)
+        parts = [self.collate(FetchedSamples(part, len(part), None)) for part in step.parts]
         odd = [place for place, part in enumerate(parts) if type(part) is OddBatch]
         for place in odd:
             parts[place], step.given[place] = parts[place].batch, parts[place].of(step.given[place])
-        return Step(parts, step.given)
+        return StreamStep(parts, step.given)
 
 
-class StreamSteps(IterableDataset[Step]):
+class StreamSteps(IterableDataset[StreamStep]):
     """Yields the steps of one epoch of a stream.
 
     Attributes:
@@ -98,24 +106,32 @@ class StreamSteps(IterableDataset[Step]):
     """
 
     def __init__(
-        self, dataset: Any, total: int | None, plans: Sequence[Plan], rank: int, epoch: Epoch, seed: int, *, keyed: bool
+        self,
+        dataset: Any,
+        total: int | None,
+        plans: tuple[SplitPlan, ...],
+        rank: int,
+        epoch: SharedEpoch,
+        seed: int,
+        *,
+        keyed: bool,
     ) -> None:
         self.dataset = dataset
         self.total = total
-        self.plans = tuple(plans)
+        self.plans = plans
         self.rank = rank
         self.epoch = epoch
         self.seed = seed
         self.keyed = keyed
         self.stateful = has_state(dataset)
         self.begin_state = copy.deepcopy(dataset.state_dict()) if self.stateful else None
-        self.resumed: Mark | None = None
+        self.resumed: StreamMark | None = None
         self.worker_start: WorkerStart | None = None
         self.number = 0
         # Who can be put somewhere else knows what has to be put back for that.
         kept = isinstance(dataset, (SeekableStream, Stateful, IterDataPipe))
         self.state = None if kept else StreamState(dataset, generators_of(dataset))
-        self._running: Generator[Step] | None = None
+        self._running: Generator[StreamStep] | None = None
         self.visits: Counter[int] = Counter()
         self._stays = False
 
@@ -129,7 +145,7 @@ class StreamSteps(IterableDataset[Step]):
         """Whether each rank reads its own samples only."""
         return self.seekable and (self.total is not None or never_ends(self.dataset))
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[StreamStep]:
         worker = get_worker_info()
         place, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         number, start = self.epoch.get()
@@ -143,21 +159,21 @@ class StreamSteps(IterableDataset[Step]):
         if self.selective:
             return self._selected(number, start, place, stride)
         seed = mix(self.seed, number, "order")
-        steps = _a_while_at_a_time(_Reader(self, number, start).steps(place, stride), seed)
+        steps = _a_while_at_a_time(_StreamReader(self, number, start).steps(place, stride), seed)
         if self.state is None:
             return steps
         running = self._noted(steps, self.state, seed)
         self._running = None if worker is None else running  # left early, it would end after the next one has begun
         return running
 
-    def _noted(self, steps: Iterator[Step], state: StreamState, seed: int) -> Generator[Step]:
+    def _noted(self, steps: Iterator[StreamStep], state: StreamState, seed: int) -> Generator[StreamStep]:
         state.begin(self.dataset, seed)
         try:
             yield from steps
         finally:
             state.end(self.dataset)
 
-    def _selected(self, number: int, start: int, place: int, stride: int) -> Iterator[Step]:
+    def _selected(self, number: int, start: int, place: int, stride: int) -> Iterator[StreamStep]:
         """The steps of a stream in which one can jump, so that it is read like a map-style dataset."""
         total, samples, at = UNKNOWN if self.total is None else self.total, iter(()), -1
         everyone = self.plans[0].per_step if self.total is None else None  # all steps are full
@@ -177,9 +193,9 @@ class StreamSteps(IterableDataset[Step]):
                     raise _untrue_length(ids[len(part)], total)
                 parts.append(part)
                 given.append(BatchInfo(number, ids, valid, not piece, index == last, everyone=everyone))
-            yield Step(parts, given)
+            yield StreamStep(parts, given)
 
-    def compare(self, mark: Mark, seen: dict[int, str], world: World | None) -> None:
+    def compare(self, mark: StreamMark, seen: dict[int, str], world: World | None) -> None:
         """Compare what a worker has read with what others have, of this rank and of other ones.
 
         Args:
@@ -278,7 +294,7 @@ def _runs(ids: Sequence[int]) -> Iterable[tuple[int, int]]:
     return [(ids[first], end - first) for first, end in itertools.pairwise([0, *breaks, len(ids)])]
 
 
-class _Reader:
+class _StreamReader:
     """Reads all of a stream and keeps the pieces."""
 
     def __init__(self, owner: StreamSteps, number: int, start: int) -> None:
@@ -292,7 +308,7 @@ class _Reader:
         self.new: list[tuple[int, str]] = []  # what the ranks compare
         self.seen = 0
 
-    def steps(self, place: int, stride: int) -> Iterator[Step]:
+    def steps(self, place: int, stride: int) -> Iterator[StreamStep]:
         """Every step of the worker number `place` of `stride`."""
         size, position = self.plan.per_step, self.start
         samples = self._samples()
@@ -374,14 +390,14 @@ class _Reader:
             self.seen += len(seen)
         return found
 
-    def _mark(self, samples: int) -> Mark:
+    def _mark(self, samples: int) -> StreamMark:
         """Of now, when so many samples were read."""
         owner, new, self.new = self.owner, self.new, []
         if owner.stateful:
-            return Mark(self.number, samples, copy.deepcopy(owner.dataset.state_dict()), None, new)
-        return Mark(self.number, samples, None, None if self.seekable else self.digest.last, new)
+            return StreamMark(self.number, samples, copy.deepcopy(owner.dataset.state_dict()), None, new)
+        return StreamMark(self.number, samples, None, None if self.seekable else self.digest.last, new)
 
-    def _step(self, chunk: list[Any], position: int, mark: Mark | None, *, last: bool) -> Step:
+    def _step(self, chunk: list[Any], position: int, mark: StreamMark | None, *, last: bool) -> StreamStep:
         parts, given = [], []
         for plan in self.owner.plans:
             first, count = plan.share(len(chunk))
@@ -397,7 +413,7 @@ class _Reader:
             parts.append(chunk[:1] if empty else part)
             everyone = plan.used(len(chunk))
             given.append(BatchInfo(self.number, [position] if empty else ids, count, empty, last, mark, everyone))
-        return Step(parts, given)
+        return StreamStep(parts, given)
 
     def _beginning(self, total: int) -> list[Any]:
         """The first samples of the epoch; read again by a run that resumed in the middle."""
@@ -420,7 +436,7 @@ def _untrue_length(found: int, said: int) -> ContractError:
     )
 
 
-def _a_while_at_a_time(steps: Iterator[Step], seed: int) -> Iterator[Step]:
+def _a_while_at_a_time(steps: Iterator[StreamStep], seed: int) -> Iterator[StreamStep]:
     """Run a reader with the random states of the stream, for about a millisecond, and hand out what came."""
     inside = RngState(
         random.Random(seed).getstate(),  # noqa: S311  (not for secrets)
@@ -430,7 +446,7 @@ def _a_while_at_a_time(steps: Iterator[Step], seed: int) -> Iterator[Step]:
     failure: Exception | None = None
     going, worker_info = True, torch_internals.worker_info.home
     while going and failure is None:
-        ready: list[Step] = []
+        ready: list[StreamStep] = []
         outside, info = RngState.capture(), get_worker_info()
         inside.apply()
         setattr(*worker_info, None)  # a stream that asked which worker reads it would differ between workers

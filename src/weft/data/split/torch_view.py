@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import deque
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from weft import torch_internals
 from weft.data.loader_copy import torch_iterator
-from weft.data.split.map_samples import BatchInfo, Samples, StepIndices, WorkerStart
+from weft.data.split.map_samples import BatchInfo, MapSamples, StepIndices, WorkerStart
 from weft.data.split.real_batches import CountedCollate, keeps_all
 from weft.data.split.stream_samples import CollateSteps, StreamSteps
 from weft.rng import mix
@@ -32,7 +33,7 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
     # Torch draws the seeds of workers from the loader's generator, or from the global one.
     fields["generator"] = torch.Generator().manual_seed(mix(seed, epoch, rank, "loader"))
     if loader.num_workers:
-        fields["worker_init_fn"] = WorkerStart(loader.worker_init_fn, seed, epoch, rank, elastic=elastic)
+        fields["worker_init_fn"] = WorkerStart(loader.worker_init_fn, seed, epoch, rank, os.getpid() if elastic else 0)
     if reading.stream is not None:
         stream = copy.copy(reading.stream)
         stream.dataset, stream.seed = loader.dataset, reading.seed
@@ -43,13 +44,13 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
     else:
         assert reading.units is not None
         keyed, starts = reading.seed if reading.keyed else None, (seed, rank)
-        fields["dataset"] = Samples(loader.dataset, loader.weft_ctx.rank, keyed, epoch=epoch, worker_seed=starts)
-        indices = StepIndices(reading.units, reading.readers, whole=reading.whole, single=reading.single)
+        fields["dataset"] = MapSamples(loader.dataset, loader.weft_ctx.rank, keyed, epoch=epoch, worker_seed=starts)
+        whole, single, notes = reading.whole, reading.single, arrivals.asked
+        indices = StepIndices(reading.units, reading.readers, whole, single, reading.seed, spans, notes)
         loader.__dict__["weft_indices"] = indices
         if not reading.single and not (keeps_all(loader.collate_fn) and fields["dataset"].fetch is None):
             fields["dataset"].counts = "by name" if reading.with_ids else "yes"
             fields["collate_fn"] = CountedCollate(loader.collate_fn, names=reading.with_ids)
-        indices.seed, indices.reading, indices.given = reading.seed, spans, arrivals.asked
         fields["sampler" if reading.single else "batch_sampler"] = indices
     view.__dict__.update(fields)
     return view, arrivals.asked

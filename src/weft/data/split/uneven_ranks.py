@@ -17,7 +17,7 @@ from weft.errors import ContextError, PeerError, listed
 from weft.peers.agreement import exchange
 from weft.tensors.nested import without_rows
 
-Read = Iterator[tuple[Any, BatchInfo]]
+Batches = Iterator[tuple[Any, BatchInfo]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class UnevenRanks:
             return own
         return max((min if self.uneven == "drop" else max)(self.counts) - done, 0)
 
-    def batches(self, read: Read, span: Span, ctx: DistContext) -> Read:
+    def batches(self, read: Batches, span: Span, ctx: DistContext) -> Batches:
         """This rank's batches, as many as all ranks make steps."""
         sub = ctx.on(ctx.data_axes)
         if self.uneven == "error":
@@ -52,7 +52,7 @@ class UnevenRanks:
             return self._joined(read, span, sub, [max(count - done, 0) for count in self.counts])
         return self._counted(read, span, sub)
 
-    def _checked(self, read: Read, span: Span, sub: DistContext) -> Read:
+    def _checked(self, read: Batches, span: Span, sub: DistContext) -> Batches:
         """Raise on all ranks if one ends before the others; nothing is sent before the end of the epoch."""
         number = span.start // self.per_step
         for pair in read:
@@ -69,7 +69,7 @@ class UnevenRanks:
         if len(set(counts)) > 1:
             raise uneven_counts(counts)
 
-    def _joined(self, read: Read, span: Span, sub: DistContext, left: Sequence[int]) -> Read:
+    def _joined(self, read: Batches, span: Span, sub: DistContext, left: Sequence[int]) -> Batches:
         """With numbers known beforehand nothing has to be sent, but to a rank that never had a batch."""
         source = next((rank for rank, count in enumerate(left) if count), 0)
         last: Any = None
@@ -81,7 +81,7 @@ class UnevenRanks:
                 last = _shown(last, source, sub)
             yield last if step < left[sub.rank] else (last[0], _nothing(span, last[1]))
 
-    def _counted(self, read: Read, span: Span, sub: DistContext) -> Read:
+    def _counted(self, read: Batches, span: Span, sub: DistContext) -> Batches:
         """One all-reduce of three numbers per step: who continues, who ends, who needs to see a batch."""
         last: Any = None
         while True:

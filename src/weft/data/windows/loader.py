@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from weft.checks import check_count
 from weft.contract import Stateful
-from weft.data.loader_copy import Extension, Seekable, Size, extended_copy, length_of
+from weft.data.loader_copy import Extension, Size, extended_copy, length_of
+from weft.data.split.sharded_loader import ShardedLoader
 from weft.data.windows.splitter import WindowSplitter, unfinished
 from weft.data.windows.window import Window
 from weft.errors import ContractError
@@ -24,13 +25,10 @@ def windowed(loader: Any, splitter: WindowSplitter[Any]) -> Any:
     stateful = isinstance(loader, Stateful)
     if not isinstance(loader, DataLoader):
         return (_StatefulWindows if stateful else Windows)(loader, splitter)
-    addition = _StatefulWindowLoader if stateful else _WindowLoader
-    if isinstance(loader, Seekable):
-        addition = _SeekableWindowLoader
-    made = extended_copy(loader, addition, weft_splitter=splitter)
-    if isinstance(made, _SeekableWindowLoader):
-        made.weft_cursor.has_windows = True
-    return made
+    if isinstance(loader, ShardedLoader):
+        loader.weft_cursor.has_windows = True
+        return extended_copy(loader, _ShardedWindowLoader, weft_splitter=splitter)
+    return extended_copy(loader, _StatefulWindowLoader if stateful else _WindowLoader, weft_splitter=splitter)
 
 
 class Windows(Generic[B]):
@@ -75,14 +73,14 @@ class _WindowLoader(Extension[Any]):
         return len(self) - self.weft_splitter.done
 
 
-class _SeekableWindowLoader(_WindowLoader):
-    """Over a loader that can leave batches unread; see [Note: position in windows]."""
+class _ShardedWindowLoader(_WindowLoader):
+    """Over a loader of `shard_data`, which can leave batches unread; see [Note: position in windows]."""
 
     weft_cursor: Any
 
     @override
     def _split(self, batches: Iterator[Any]) -> Iterator[Window[Any]]:
-        splitter, loader = self.weft_splitter, _seekable(super())
+        splitter, loader = self.weft_splitter, _sharded(super())
         self.weft_cursor.has_windows = False
         self.weft_cursor.weighed = True  # its own `share` is not asked for
         length, _ = loader.weft_lengths()
@@ -94,7 +92,7 @@ class _SeekableWindowLoader(_WindowLoader):
     @override
     def __len__(self) -> int:
         """Windows of an epoch, with what is carried over into it, whether some of it are read already or not."""
-        batches = _seekable(super()).weft_lengths()[1]
+        batches = _sharded(super()).weft_lengths()[1]
         return self.weft_splitter.count(super(_WindowLoader, self).__len__() if batches is None else batches)
 
     @property
@@ -120,7 +118,7 @@ class _SeekableWindowLoader(_WindowLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """The position between two windows, free of the number of ranks; in a window: where it begins."""
-        splitter, loader = self.weft_splitter, _seekable(super())
+        splitter, loader = self.weft_splitter, _sharded(super())
         window = splitter.sync.current
         if window is None or window.used_up:
             # What is carried over from a loader that cannot hold it back lies in memory, and is read again.
@@ -136,7 +134,7 @@ class _SeekableWindowLoader(_WindowLoader):
         first = _windows_in(state, "first_window") if "first_window" in state else windows
         base.load_state_dict(state)
         self.weft_splitter.go_to(windows, first)
-        left, _ = _seekable(base).weft_lengths()
+        left, _ = _sharded(base).weft_lengths()
         if self.weft_splitter.remainder == "drop" and left is not None and self.remaining == 0 < len(self):
             base.set_epoch(self.weft_cursor.epoch + 1)  # no window is left of this one
 
@@ -180,8 +178,8 @@ def _rows(batch: object) -> Size:
     return rows_of(batch), None
 
 
-def _seekable(loader: object) -> Seekable:
-    return cast("Seekable", loader)
+def _sharded(loader: object) -> ShardedLoader[Any]:
+    return cast("ShardedLoader[Any]", loader)
 
 
 def _windows_in(state: Mapping[str, Any], name: str = "windows") -> int:
