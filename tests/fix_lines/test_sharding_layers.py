@@ -7,7 +7,7 @@ from torch import nn
 import weft
 from tests.fix_lines.test_sharding import Blocks, filled, net, trains
 from tests.fix_lines.told import told
-from tests.transforms.lm import LM, PLAN
+from tests.lm import LM, PLAN
 from weft.testing import run_ranks
 
 MLP = {"0": "column", "2": "row"}

@@ -1,4 +1,4 @@
-"""The house: importing has no effects, layers hold, one reader of the environment, five places per name."""
+"""The house: importing has no effects, layers hold, one reader of the environment, the places of each name."""
 
 import ast
 import json
@@ -376,7 +376,7 @@ def test_wheel_and_facade_have_one_version():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == weft.__version__
 
 
-# -- five places per name ----------------------------------------------------------------------------
+# -- the places of each name -------------------------------------------------------------------------
 
 
 def _transform_files():
@@ -424,3 +424,9 @@ def test_every_public_name_is_documented():
 def test_no_room_without_a_name():
     rooms = {p.stem for p in (SOURCE / "transforms").iterdir() if not p.stem.startswith("__")}
     assert rooms == set(_transform_files())
+
+
+def test_tests_of_transforms_bear_their_names():
+    """What tests something else is in the folder that mirrors its package."""
+    names = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "transforms").iterdir() if path.is_file()}
+    assert names - {"__init__"} <= set(_transform_files())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.transforms.test_windows_in_parts import (
+from tests.data.test_windows_in_parts import (
     REPLICATED,
     SHARDED,
     batch,

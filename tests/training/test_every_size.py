@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import weft
-from tests.transforms.test_streams import STREAMS, _counted, _shares
+from tests.data.test_streams import STREAMS, _counted, _shares
 from weft.testing import fake
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.transforms.lm import LM, PLAN, difference, loss_of, model, optimizer_of, samples, whole
+from tests.lm import LM, PLAN, difference, loss_of, model, optimizer_of, samples, whole
 from weft.testing import run_ranks
 
 MESH = {"data": 2, "tensor": 2}

@@ -11,11 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
+from tests.lm import LM, PLAN, WIDTH, difference, loss_of, model, optimizer_of, reference, samples, whole
 from tests.variants import slow
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError, ProbeFailed
 from weft.testing import largest_difference, run_ranks
-
-from .lm import LM, PLAN, WIDTH, difference, loss_of, model, optimizer_of, reference, samples, whole
 
 ROWS, BATCH = 76, 8  # ten batches, of which the last has four rows
 
