@@ -48,7 +48,7 @@ def _placed(ctx):
 
 def single_strategies():
     with weft.start(device="xla") as ctx:
-        with told("context/placement.py", "compile: not supported") as it:
+        with told("transforms/compile.py", "check_ranks_send") as it:
             weft.compile(_placed(ctx), ctx)
         assert it.fix == "leave weft.compile out"
         _trains(_placed(ctx), ctx)
@@ -59,7 +59,7 @@ def single_strategies():
         _trains(found["model"], found["ctx"])
         model, later = weft.fully_shard(Net(), ctx)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with told("context/placement.py", "step_in_backward: not supported") as it:
+        with told("transforms/step_in_backward.py", "check_ranks_send") as it:
             weft.step_in_backward(optimizer, later)
         model(weft.to_device(torch.ones(2, 4), ctx)).sum().backward()
         it.run(optimizer=optimizer)
@@ -129,7 +129,7 @@ def late_mesh():
 
 def mesh_pipeline():
     with weft.start(device="xla", mesh={"pipeline": -1}) as ctx:
-        with told("context/placement.py", "pipeline: not supported") as it:
+        with told("transforms/pipeline.py", "check_ranks_send") as it:
             weft.pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ctx, loss=nn.functional.mse_loss)
     with weft.start(device="xla") as ctx:
         found = it.run(model=Net(), ctx=ctx)
@@ -151,7 +151,7 @@ def hosts_start():
         with eval(it.fix) as ctx:
             assert ctx.world_size == 2 and ctx.engine.axes == (("data", 4),)
             optimizer = torch.optim.Adafactor(nn.Linear(4, 4).parameters())
-            with told("context/placement.py", "gather_step: by='owner'") as it:
+            with told("sharding/owner_step.py", "check_ranks_send") as it:
                 weft.gather_step(optimizer, ctx, by="owner")
             it.run(optimizer=optimizer, ctx=ctx)
 

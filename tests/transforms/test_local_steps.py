@@ -304,7 +304,7 @@ def _late(ctx):
 
 
 def test_ranks_with_different_numbers_of_steps_raise_and_do_not_hang():
-    with pytest.raises(weft.testing.ranks.RanksFailed, match="(?s)local_steps: exchange.*the end|the end.*local_steps"):
+    with pytest.raises(weft.testing.RanksFailed, match="(?s)local_steps: exchange.*the end|the end.*local_steps"):
         run_ranks(_late, 2)
 
 
