@@ -7,13 +7,13 @@ from typing import TypeVar
 import torch
 
 from weft.context import DistContext
-from weft.contract import GradSync, offered, transform
+from weft.contract import GradSync, Part, Phase, offered, transform
 from weft.engines.torch.optim.flat_step import check_elementwise
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
-@transform(after={"skip_nonfinite"})
+@transform(phase=Phase.STRATEGY, changes=Part.STEP, excludes={Phase.STRATEGY})
 def fuse_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
     """Step on the flat buffer of `replicate(..., flat=True)`: one kernel per group instead of one per tensor.
 
