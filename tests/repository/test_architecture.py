@@ -237,7 +237,7 @@ def test_every_package_is_in_a_layer():
     packages = {f"weft.{p.stem}" for p in SOURCE.iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()}
     assert packages - layers == {"weft.__init__", "weft.__main__"}
     apart = {module for contract in contracts for module in contract.get("modules", [])}
-    assert apart == {f"weft.transforms.{name}" for name in _transform_files()}
+    assert apart == {"weft.transforms.*"}
 
 
 # -- maps: what a docstring lists is there --------------------------------------------------------------

@@ -4,13 +4,14 @@ A transform is a function `f(obj, ..., ctx, *, options) -> (obj, ..., ctx')` tha
 objects and returns plain torch objects. `@transform` makes it keep the rules:
 
 1.  Once: a second application to the same object raises `AlreadyApplied`.
-2.  In order: `before` and `after` name transforms it must precede or follow, `excludes` those it
-    cannot be combined with; anything else raises `OrderError` and names the right order.
+2.  In order: transforms of an earlier `phase` come first; `before` and `after` name single ones it must precede or
+    follow, `excludes` those it cannot be combined with; else `OrderError` names the right order.
 3.  With the right context: the one that the transform before returned, or `StaleContext`.
 4.  Names stay: parameter names and order, state_dict keys and the class of a module.
 5.  On all ranks: if one rank refuses, all raise (`collective=True`; see `DistContext.agree`).
 
 transform.py       the decorator, and `compose`
+rules.py           what a transform may be combined with, and in which order: phases, names
 protocols.py       what transforms offer each other: GradSync, Placed with its Layout, Stateful, Undoable, ...
 no_sync.py         backward passes that do not communicate, for loops without windows
 layout.py          where each parameter lies: what cuts it, who owns it, what its gradient is summed over
@@ -57,6 +58,7 @@ from weft.contract.protocols import (
     StreamsParts,
     Undoable,
 )
+from weft.contract.rules import Part, Phase
 from weft.contract.transform import compose, transform
 from weft.engines.probes import Probe
 
@@ -69,6 +71,8 @@ __all__ = [
     "KeepsParameters",
     "Layout",
     "OwnsState",
+    "Part",
+    "Phase",
     "Placed",
     "Probe",
     "ReducesIn",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 from torch import nn
 
 from weft.context import Applied, DistContext
+from weft.contract.rules import Rules
 from weft.errors import StaleContext, listed
 
 T = TypeVar("T")
@@ -23,16 +24,6 @@ class Holder(Protocol):
 
 
 MARKS = "_weft_marks"
-
-
-class Rules(NamedTuple):
-    """What a transform may be combined with; see `transform`."""
-
-    name: str
-    before: frozenset[str]
-    after: frozenset[str]
-    excludes: frozenset[str]
-    collective: bool
 
 
 class Mark(NamedTuple):

@@ -6,6 +6,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 from weft.context import Applied, DistContext
-from weft.contract.marks import MARKS, Holder, Mark, Marks, Rules, marks_of
+from weft.contract.marks import MARKS, Holder, Mark, Marks, marks_of
 from weft.contract.protocols import Chooses
+from weft.contract.rules import Part, Phase, Rules
 from weft.engines.probes import Probe
 from weft.errors import AlreadyApplied, NameChanged, OrderError, StaleContext, listed, type_error
 from weft.peers.agreement import disagree
@@ -30,9 +32,11 @@ _SHORT = 40  # characters of an option that is written out in a line to paste
 
 def transform(
     *,
-    before: set[str] | None = None,
-    after: set[str] | None = None,
-    excludes: set[str] | None = None,
+    phase: Phase | None = None,
+    changes: Part = Part.ALL,
+    before: AbstractSet[str] | None = None,
+    after: AbstractSet[str] | None = None,
+    excludes: AbstractSet[str | Phase] | None = None,
     collective: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function `f(obj, ..., ctx, *, options) -> (obj, ..., ctx')` a transform.
@@ -44,9 +48,12 @@ def transform(
     Changes: nothing but what the function changes, plus a mark on each object. Collectives: none.
 
     Args:
-        before: Names of transforms that, on the same object, may only come later.
-        after: Names of transforms that, on the same object, may only come earlier.
-        excludes: Names of transforms that cannot be applied to the same object.
+        phase: When it is applied to an object, among the transforms that change the same parts of it.
+        changes: What it changes of an object. Of two transforms that change different parts, either may come first.
+        before: Names of transforms that, on the same object, may only come later, whatever their phase.
+        after: Names of transforms that, on the same object, may only come earlier, whatever their phase.
+        excludes: Transforms that cannot be applied to the same object: names, or a phase for those of it that change
+            the same parts.
         collective: The function calls `ctx.agree`; a failure before that is reported to the peers.
 
     Returns:
@@ -71,6 +78,8 @@ def transform(
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
         rules = Rules(
             name=fn.__name__,
+            phase=phase,
+            changes=changes,
             before=frozenset(before or ()),
             after=frozenset(after or ()),
             excludes=frozenset(excludes or ()),
@@ -210,14 +219,14 @@ def _check(rules: Rules, obj: object, ctx: DistContext) -> None:
                 expected="each transform at most once per object",
                 fix=f"leave one of the two calls of {rules.name} out",
             )
-        if other.name in rules.excludes or rules.name in other.excludes:
+        if rules.cannot_meet(other):
             raise OrderError(
                 f"{rules.name}: cannot be combined with {other.name} on one {kind}",
                 found=f"applied so far: {listed(done)}",
                 expected=f"either {rules.name} or {other.name}",
                 fix=f"leave {other.name} or {rules.name} out",
             )
-        if other.name in rules.before or rules.name in other.after:
+        if rules.must_precede(other):
             raise OrderError(
                 f"{rules.name}: comes too late, after {other.name}",
                 found=f"applied so far: {listed(done)}",

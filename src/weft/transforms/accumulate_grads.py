@@ -19,7 +19,17 @@ from weft import torch_internals
 from weft.checks import check_choice
 from weft.completeness import find_loaders, incomplete
 from weft.context import DistContext
-from weft.contract import GradSync, StepsApart, applied_to, gradient_axes, offered, transform, wrapper_of_torch
+from weft.contract import (
+    GradSync,
+    Part,
+    Phase,
+    StepsApart,
+    applied_to,
+    gradient_axes,
+    offered,
+    transform,
+    wrapper_of_torch,
+)
 from weft.data.windows.loader import Windows, known_length, windowed
 from weft.data.windows.splitter import Remainder, Steps, WindowSplitter, check_steps
 from weft.data.windows.sync import Reduce, WindowSync
@@ -50,7 +60,7 @@ def accumulate_grads(
     remainder: Remainder = "step",
     reduce: Reduce = "last",
 ) -> tuple[M, Windows[B], DistContext]: ...
-@transform(after={"replicate", "fully_shard", "zero_partition", "shard_data"}, collective=True)
+@transform(phase=Phase.FINISH, changes=Part.GRADIENTS, collective=True)
 def accumulate_grads(
     modules: Any,
     loader: Any,

@@ -13,7 +13,7 @@ from torch import nn
 
 from weft.checks import as_number, check_choice, check_count, check_module
 from weft.context import DistContext
-from weft.contract import check_not_elsewhere, offered, transform
+from weft.contract import Part, Phase, check_not_elsewhere, offered, transform
 from weft.engines.torch.compute.ema import WeightAverages
 from weft.errors import ContractError, listed, value_error
 
@@ -165,10 +165,7 @@ class Averages:
             )
 
 
-@transform(
-    after={"with_precision", "replicate", "fully_shard", "zero_partition", "split_tensors", "split_layers"},
-    collective=True,
-)
+@transform(phase=Phase.FINISH, changes=Part.PARAMETERS, collective=True)
 def average_weights(
     module: M,
     ctx: DistContext,

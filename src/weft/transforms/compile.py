@@ -13,7 +13,7 @@ from torch import nn
 from weft import torch_internals
 from weft.context import DistContext
 from weft.context.placement import check_ranks_send
-from weft.contract import check_not_elsewhere, transform
+from weft.contract import Part, Phase, check_not_elsewhere, transform
 from weft.contract.select_modules import Selection, select_apart
 from weft.engines.options import CompileOptions
 from weft.engines.torch.compute.compile_module import Compiled, already_compiled, check_backend
@@ -23,10 +23,7 @@ from weft.tensors.dtensor import is_sharded
 M = TypeVar("M", bound=nn.Module)
 
 
-@transform(
-    after={"with_precision", "sync_batch_norm", "recompute", "replicate", "fully_shard", "zero_partition"},
-    collective=True,
-)
+@transform(phase=Phase.FINISH, changes=Part.FORWARD, collective=True)
 def compile(
     module: M,
     ctx: DistContext,

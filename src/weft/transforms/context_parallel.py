@@ -15,7 +15,7 @@ from torch import nn
 
 from weft.checks import check_choice, check_module
 from weft.context import DistContext
-from weft.contract import transform
+from weft.contract import Part, Phase, transform
 from weft.engines import Spmd
 from weft.engines.torch.compute.activation_checkpoint import already_recomputed
 from weft.engines.torch.parallel.sequence_code import attention_modules
@@ -37,11 +37,7 @@ class InParts:
     axes: tuple[str, ...]
 
 
-@transform(
-    after={"with_precision", "sync_batch_norm", "recompute"},
-    before={"replicate", "fully_shard", "zero_partition", "accumulate_grads", "compile"},
-    collective=True,
-)
+@transform(phase=Phase.SPLIT, changes=Part.FORWARD | Part.GRADIENTS, collective=True)
 def context_parallel(
     module: M,
     ctx: DistContext,

@@ -16,7 +16,7 @@ from weft import torch_internals
 from weft.checks import check_module
 from weft.context import DistContext
 from weft.context.placement import place_module
-from weft.contract import Layout, agree_on_parameters, gradient_axes, transform
+from weft.contract import Layout, Phase, agree_on_parameters, gradient_axes, transform
 from weft.contract.select_modules import Selection
 from weft.engines.torch.parallel.experts.local_losses import check_local_losses
 from weft.errors import ContextError, value_error
@@ -28,11 +28,7 @@ from weft.sharding.stage_tensors import bring_state
 M = TypeVar("M", bound=nn.Module)
 
 
-@transform(
-    after={"with_precision", "sync_batch_norm", "recompute"},
-    before={"replicate", "fully_shard", "zero_partition", "accumulate_grads", "compile", "average_weights"},
-    collective=True,
-)
+@transform(phase=Phase.SPLIT, collective=True)
 def expert_parallel(
     module: M,
     ctx: DistContext,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.contract import transform
+from weft.contract import Phase, transform
 from weft.contract.select_modules import Selection
 from weft.engines.options import ShardOptions
 from weft.engines.torch.reducing.replica_average import ReplicaAverage
@@ -21,12 +21,7 @@ from weft.sharding import WeightSource, optimizers_in, shard_module, sharding_ax
 M = TypeVar("M", bound=nn.Module)
 
 
-@transform(
-    after={"with_precision", "sync_batch_norm", "recompute"},
-    before={"accumulate_grads", "compile", "average_weights"},
-    excludes={"replicate", "zero_partition"},
-    collective=True,
-)
+@transform(phase=Phase.STRATEGY, excludes={Phase.STRATEGY}, collective=True)
 def fully_shard(
     module: M,
     ctx: DistContext,

@@ -7,14 +7,14 @@ from typing import TypeVar
 import torch
 
 from weft.context import DistContext
-from weft.contract import GradSync, offered, transform
+from weft.contract import GradSync, Part, Phase, offered, transform
 from weft.engines.torch.reducing.flat_step import FlatStep, flat_buffer_of
 from weft.engines.torch.steps.swapped import check_elementwise
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
-@transform(after={"skip_nonfinite"})
+@transform(phase=Phase.STRATEGY, changes=Part.STEP, excludes={Phase.STRATEGY})
 def fuse_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
     """Step on the flat buffer of `replicate(..., flat=True)`: one kernel per group instead of one per tensor.
 

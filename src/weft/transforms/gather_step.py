@@ -8,7 +8,7 @@ import torch
 
 from weft.checks import check_choice, check_optimizer
 from weft.context import DistContext
-from weft.contract import transform
+from weft.contract import Part, Phase, transform
 from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContractError
 from weft.sharding import check_divides_state, check_owners, step_by_owners
@@ -17,7 +17,7 @@ from weft.sharding.owner_step import step_on_parts
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
-@transform(after={"skip_nonfinite"}, excludes={"fuse_step", "zero_partition"}, collective=True)
+@transform(phase=Phase.STRATEGY, changes=Part.STEP, excludes={Phase.STRATEGY}, collective=True)
 def gather_step(optimizer: O, ctx: DistContext, *, by: Literal["all", "owner"] = "all") -> tuple[O, DistContext]:
     """Step on plain tensors although the module is sharded: on full parameters if the optimizer needs them.
 

@@ -16,7 +16,7 @@ from torch import nn
 from weft.checks import check_module, check_optimizer
 from weft.context import DistContext
 from weft.context.placement import place_module
-from weft.contract import agree_on_parameters, layouts, offered, transform
+from weft.contract import Part, Phase, agree_on_parameters, layouts, offered, transform
 from weft.engines.torch.steps.local import LocalStepOptions, LocalSteps, check_same_parameters
 from weft.errors import ContextError, ContractError, listed
 from weft.peers.ledger import Ledger
@@ -27,9 +27,11 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
 @transform(
-    after={"with_precision", "sync_batch_norm", "tensor_parallel", "expert_parallel"},
-    before={"replicate", "fully_shard", "zero_partition", "accumulate_grads"},
-    excludes={"average_weights", "pipeline"},
+    phase=Phase.GROUPS,
+    changes=Part.PARAMETERS,
+    after={"sync_batch_norm"},
+    before={"accumulate_grads"},
+    excludes={Phase.GROUPS, "average_weights"},
     collective=True,
 )
 def local_steps(

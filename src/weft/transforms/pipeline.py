@@ -18,7 +18,7 @@ from weft.collectives import broadcast
 from weft.collectives.primitives import peers_named
 from weft.context import DistContext
 from weft.context.placement import check_place, check_ranks_send, place_module
-from weft.contract import EndsBackward, Layout, agree_on_parameters, offered, transform
+from weft.contract import EndsBackward, Layout, Phase, agree_on_parameters, offered, transform
 from weft.engines.options import PipelineOptions
 from weft.engines.results import Undoable
 from weft.engines.torch.pipeline.batch_parts import check_flags
@@ -41,12 +41,7 @@ Schedule = Literal[
 ]
 
 
-@transform(
-    after={"with_precision", "recompute", "tensor_parallel", "context_parallel", "expert_parallel"},
-    before={"replicate", "fully_shard", "zero_partition", "accumulate_grads", "compile", "average_weights"},
-    excludes={"sync_batch_norm"},
-    collective=True,
-)
+@transform(phase=Phase.GROUPS, excludes={"sync_batch_norm"}, collective=True)
 def pipeline(
     module: M,
     ctx: DistContext,

@@ -12,7 +12,7 @@ from torch import nn
 from weft.checks import check_choice, check_module
 from weft.collectives.on_all_ranks import num_threads, on_all
 from weft.context import DistContext
-from weft.contract import Undoable, transform
+from weft.contract import Part, Phase, Undoable, transform
 from weft.engines.torch.streaming.stream import Streamed, StreamOptions
 from weft.errors import ContractError
 from weft.peers.pretended import check_not_pretended
@@ -23,13 +23,14 @@ from weft.weights.sources import from_path
 from weft.weights.stored_names import as_named_now
 
 M = TypeVar("M", bound=nn.Module)
-_STRATEGIES = frozenset(
-    {"replicate", "fully_shard", "zero_partition", "tensor_parallel", "context_parallel", "expert_parallel"}
+
+
+@transform(
+    phase=Phase.STRATEGY,
+    changes=Part.PARAMETERS | Part.FORWARD,
+    excludes={Phase.RECOMPUTE, Phase.SPLIT, Phase.GROUPS, Phase.STRATEGY, Phase.FINISH, "sync_batch_norm"},
+    collective=True,
 )
-_STRATEGIES |= {"pipeline", "local_steps", "sync_batch_norm", "recompute", "compile", "average_weights"}
-
-
-@transform(after={"with_precision"}, excludes={*_STRATEGIES}, collective=True)
 def place(
     module: M,
     ctx: DistContext,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from weft.checks import check_choice, check_count
 from weft.context import DistContext
-from weft.contract import transform
+from weft.contract import Part, Phase, transform
 from weft.contract.select_modules import Selection, select_apart
 from weft.engines.options import RecomputeOptions
 from weft.engines.torch.compute.activation_checkpoint import already_recomputed, saved_ops
@@ -24,11 +24,7 @@ Op: TypeAlias = str | Callable[..., Any]  # of torch.ops
 Policy: TypeAlias = Callable[..., CheckpointPolicy | bool]
 
 
-@transform(
-    after={"with_precision", "sync_batch_norm"},
-    before={"replicate", "fully_shard", "zero_partition", "compile"},
-    collective=True,
-)
+@transform(phase=Phase.RECOMPUTE, changes=Part.FORWARD, collective=True)
 def recompute(
     module: M,
     ctx: DistContext,

@@ -16,6 +16,7 @@ from weft.checks import check_module
 from weft.context import DistContext
 from weft.context.placement import apply_layout, place_module
 from weft.contract import (
+    Phase,
     Stateful,
     agree_on_parameters,
     check_data_axes,
@@ -41,12 +42,7 @@ from weft.tensors.dtensor import is_sharded
 M = TypeVar("M", bound=nn.Module)
 
 
-@transform(
-    after={"with_precision", "sync_batch_norm", "recompute"},
-    before={"accumulate_grads", "compile"},
-    excludes={"fully_shard", "zero_partition"},
-    collective=True,
-)
+@transform(phase=Phase.STRATEGY, excludes={Phase.STRATEGY}, collective=True)
 def replicate(
     module: M,
     ctx: DistContext,

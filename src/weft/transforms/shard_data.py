@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from weft.context import DistContext
-from weft.contract import transform
+from weft.contract import Phase, transform
 from weft.data.equal_cost import Cost, Costs
 from weft.data.loader_copy import length_of
 from weft.data.mixture import Mixture
@@ -86,7 +86,7 @@ def shard_data(
     cost: Cost | None = None,
     balance: Literal["samples", "tokens"] = "samples",
 ) -> tuple[ShardedLoader[Any], DistContext]: ...
-@transform(before={"accumulate_grads"}, collective=True)
+@transform(phase=Phase.PREPARE, collective=True)
 def shard_data(
     loader: DataLoader[Any],
     ctx: DistContext,

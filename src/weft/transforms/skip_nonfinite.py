@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.contract import offered, transform
+from weft.contract import Part, Phase, offered, transform
 from weft.engines.torch.steps.skip import SkippingStep
 from weft.errors import ContractError, OrderError, listed, type_error, value_error
 from weft.precision import PrecisionOffer
@@ -30,7 +30,7 @@ class _SkipOffer:
             self.skipping.release()
 
 
-@transform(before={"zero_partition", "fuse_step", "gather_step"}, collective=True)
+@transform(phase=Phase.PREPARE, changes=Part.STEP, collective=True)
 def skip_nonfinite(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
     """Let an optimizer skip the steps whose gradients are not finite, as fp16 with a moving scale needs.
 

@@ -10,7 +10,7 @@ from torch import nn
 from weft.checks import check_optimizer, check_torch
 from weft.context import DistContext
 from weft.context.placement import check_ranks_send
-from weft.contract import GradSync, applied_to, offered, transform
+from weft.contract import GradSync, Part, Phase, applied_to, offered, transform
 from weft.engines.torch.reducing.strategy import Strategy
 from weft.engines.torch.steps.in_backward import BackwardStep, is_stepped_in_backward
 from weft.engines.torch.steps.swapped import check_elementwise
@@ -21,7 +21,7 @@ from weft.tensors.dtensor import resting_parameters
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
-@transform(excludes={"skip_nonfinite", "fuse_step", "gather_step", "zero_partition", "local_steps"}, collective=True)
+@transform(phase=Phase.STRATEGY, changes=Part.STEP, excludes={*Phase, "local_steps"}, collective=True)
 def step_in_backward(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
     """Step on each parameter inside backward, as soon as its gradient is reduced, and free the gradient.
 

@@ -9,13 +9,13 @@ from torch import nn
 
 from weft import torch_internals
 from weft.context import DistContext
-from weft.contract import transform
+from weft.contract import Part, Phase, transform
 from weft.engines.torch.compute.sync_batch_norm import synchronize_batch_norms
 
 M = TypeVar("M", bound=nn.Module)
 
 
-@transform(before={"replicate", "fully_shard", "zero_partition", "compile"}, collective=True)
+@transform(phase=Phase.PREPARE, changes=Part.FORWARD, collective=True)
 def sync_batch_norm(module: M, ctx: DistContext, *, axis: str | Sequence[str] | None = None) -> tuple[M, DistContext]:
     """Let every batch norm of `module` compute mean and variance over the batches of all ranks.
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.contract import Undoable, transform
+from weft.contract import Phase, Undoable, transform
 from weft.sharding import WeightSource, cut_layers, optimizers_in
 
 M = TypeVar("M", bound=nn.Module)
@@ -28,11 +28,7 @@ class _OnlyUndone(NamedTuple):
         self.cut.undo()
 
 
-@transform(
-    after={"with_precision", "recompute", "sync_batch_norm"},
-    before={"replicate", "fully_shard", "zero_partition", "accumulate_grads", "compile", "average_weights", "pipeline"},
-    collective=True,
-)
+@transform(phase=Phase.SPLIT, collective=True)
 def tensor_parallel(
     module: M,
     ctx: DistContext,

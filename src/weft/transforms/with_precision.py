@@ -13,7 +13,7 @@ from torch import nn
 
 from weft.context import DistContext
 from weft.context.placement import check_place, place_module
-from weft.contract import check_methods, offered, transform
+from weft.contract import Part, Phase, check_methods, offered, transform
 from weft.engines import Spmd
 from weft.engines.options import CastOptions
 from weft.engines.torch.amp.autocast import PreciseModule
@@ -25,10 +25,7 @@ from weft.precision import LOW, PolicyName, Precision, PrecisionOffer, named_pol
 M = TypeVar("M", bound=nn.Module)
 
 
-@transform(
-    before={"recompute", "replicate", "fully_shard", "zero_partition", "compile"},
-    collective=True,
-)
+@transform(phase=Phase.PREPARE, changes=Part.PARAMETERS | Part.FORWARD, collective=True)
 def with_precision(
     module: M, ctx: DistContext, policy: PolicyName | Precision, *, methods: Sequence[str] = ()
 ) -> tuple[M, DistContext]:

@@ -16,7 +16,7 @@ from weft.checks import check_choice, check_module, check_optimizer
 from weft.context import DistContext
 from weft.context.placement import apply_layout, place_module
 from weft.context.sub_contexts import mesh_along
-from weft.contract import agree_on_parameters, check_methods, check_strategy_module, reduce_dtype, transform
+from weft.contract import Phase, agree_on_parameters, check_methods, check_strategy_module, reduce_dtype, transform
 from weft.contract.layout import apart_axes
 from weft.contract.select_modules import Selection
 from weft.engines.options import Offload, ReduceOptions, ShardOptions, StepMeshes
@@ -46,12 +46,7 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 _CALL = "model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=1)"
 
 
-@transform(
-    after={"with_precision", "skip_nonfinite", "sync_batch_norm", "recompute"},
-    before={"accumulate_grads", "compile", "average_weights"},
-    excludes={"replicate", "fully_shard", "fuse_step", "gather_step"},
-    collective=True,
-)
+@transform(phase=Phase.STRATEGY, excludes={Phase.STRATEGY}, collective=True)
 def zero_partition(
     module: M,
     optimizer: O,
