@@ -1,4 +1,4 @@
-"""Which block of a tensor a rank holds, who holds the same, and which rank writes it."""
+"""Which block of a tensor a rank holds, whether it can be saved, who holds the same, and which rank writes it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from weft.checkpoint.format.manifest import DTYPES
 from weft.context import DistContext
-from weft.tensors.dtensor import block_of, is_sharded, local
+from weft.errors import type_error
+from weft.tensors.dtensor import block_of, is_sharded
+from weft.tensors.quantized import is_wrapped
 
 
 class Block(NamedTuple):
@@ -76,11 +80,40 @@ class Held(NamedTuple):
 
 def hold(name: str, tensor: torch.Tensor) -> Held:
     """What this rank holds of a tensor."""
-    if not is_sharded(tensor):
-        return Held(name, tensor, is_sharded=False, block=whole(tensor.shape), local=tensor.detach())
-    shape, offsets = block_of(tensor.shape, tensor.device_mesh, tensor.placements)
-    block = Block(offsets, shape)
-    return Held(name, tensor, is_sharded=True, block=block, local=local(tensor))
+    if is_sharded(tensor):
+        cut: Any = tensor.detach()
+        shape, offsets = block_of(cut.shape, cut.device_mesh, cut.placements)
+        return Held(name, tensor, is_sharded=True, block=Block(offsets, shape), local=cut.to_local())
+    return Held(name, tensor, is_sharded=False, block=whole(tensor.shape), local=tensor.detach())
+
+
+def hold_savable(name: str, tensor: torch.Tensor) -> Held:
+    """What this rank holds of a tensor that is to be written into a file.
+
+    Raises:
+        TypeError: Its dtype or layout has no place in the format; the text names it.
+    """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES or tensor.layout is not torch.strided or is_lazy(tensor):
+        raise type_error(
+            f"save: {name} cannot be saved",
+            found="a parameter without a shape"
+            if is_lazy(tensor)
+            else f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
+            expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
+            fix="model(example_batch)  # a lazy module gets its parameters by the first call"
+            if is_lazy(tensor)
+            else "leave it out of state_dict(), or convert it there",
+        )
+    held = hold(name, tensor)
+    if is_wrapped(held.local):
+        raise type_error(
+            f"save: {name} cannot be saved",
+            found=f"{type(held.local).__name__} of torchao, whose numbers are in several tensors",
+            expected="plain tensors; those of bitsandbytes are saved with their scales",
+            fix='weft.quantized(model, ctx, "nf4")  # of the plain model; or "int8", engine="bitsandbytes"',
+        )
+    return held
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
