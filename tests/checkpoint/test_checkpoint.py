@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 import weft
 from tests.checkpoint.folders import folders
 from tests.variants import slow_cases
-from weft.checkpoint.state.json_values import decode, encode
+from weft.checkpoint.state.json_values import encode
 from weft.checkpoint.storage.directory import Directory
+from weft.collectives.encoding import decode
 from weft.errors import CheckpointError, PeerError
 from weft.testing import RanksFailed, run_ranks
 

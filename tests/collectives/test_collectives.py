@@ -859,9 +859,9 @@ def test_what_cannot_be_sent_is_refused_on_all_ranks():
 )
 def test_a_message_imports_nothing_and_calls_nothing(module, name):
     for kind in ("fields", "enum", "named"):
-        text = json.dumps({kind: [module, name, []]}).encode()
+        text = json.dumps([{"$": kind, "items": [module, name, []]}, []]).encode()
         with pytest.raises(TypeError, match="(?s)unknown on this rank.*fix:"):
-            encoding.decode(encoding.bytes_tensor(text), len(text), torch.device("cpu"))
+            encoding.unpack(encoding.bytes_tensor(text), len(text), torch.device("cpu"))
     assert "not_imported_anywhere" not in sys.modules
 
 

@@ -133,16 +133,16 @@ def test_tensors_and_values(tmp_path):
     with told("checkpoint/state/json_values.py", "found=found") as it:
         save(box=Box({1, 2}))
     save(box=Box(None)), save(box=Box([1, 2]))
-    with told("checkpoint/state/json_values.py", "a parameter without a shape") as it:
+    with told("checkpoint/format/tensor_blocks.py", "a parameter without a shape") as it:
         save(model=(model := nn.LazyLinear(1)))
     it.run(model=model, example_batch=torch.ones(1, 2))
     save(model=model)
-    with told("checkpoint/state/json_values.py", "a parameter without a shape") as it:
+    with told("checkpoint/format/tensor_blocks.py", "a parameter without a shape") as it:
         save(box=Box(value := torch.eye(2).to_sparse()))
     assert it.fix == "leave it out of state_dict(), or convert it there"
     save(box=Box()), save(box=Box(value.to_dense()))
     path = _weights(tmp_path / "weights", model=nn.Linear(2, 2))
-    with told("checkpoint/state/json_values.py", "load_weights(model") as it:
+    with told("checkpoint/state/collect.py", "load_weights(model") as it:
         save(model=(model := nn.Linear(2, 2, device="meta")))
     it.run(model=model, path=path, ctx=weft.local())
     save(model=model)

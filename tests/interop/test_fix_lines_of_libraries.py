@@ -108,7 +108,7 @@ def test_what_torchao_has_quantized(tmp_path):
     plain = nn.Sequential(nn.Linear(64, 64))
     model, ctx = weft.quantized(nn.Sequential(nn.Linear(64, 64)), weft.local(), "int8", engine="torchao")
     state, ctx = _state(ctx, model=model)
-    with told("checkpoint/state/json_values.py", "of torchao, whose numbers") as it:
+    with told("checkpoint/format/tensor_blocks.py", "of torchao, whose numbers") as it:
         weft.save(state, tmp_path, 1, ctx)
     model, ctx = eval(it.fix, {"weft": weft, "model": plain, "ctx": weft.local()})
     state, ctx = _state(ctx, model=model)

@@ -90,10 +90,13 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
         for name, found in ranks.items()
         if len(found) > 1 and ctx.rank in found and name not in content.buffers
     }
-    if ctx.world.pretended:  # there are no bytes to read
-        return outline_of(content, written, of_rank), {held.name: held.local for held in written}
-    replicas = fingerprints(_readable([content.tensors[name] for name in several], ctx), several)
-    return outline_of(content, written, of_rank, replicas), _readable(written, ctx)
+    read = [*written, *(content.tensors[name] for name in several)]
+    values = {held.name: held.local for held in read}
+    replicas: Replicas = {}
+    if not ctx.world.pretended:  # else there are no bytes to read
+        values = readable({name: value.resolve_conj().resolve_neg() for name, value in values.items()}, ctx)
+        replicas = fingerprints({name: values[name] for name in several}, several)
+    return outline_of(content, written, of_rank, replicas), {held.name: values[held.name] for held in written}
 
 
 def outline_of(
@@ -109,11 +112,6 @@ def outline_of(
         of_rank=of_rank,
         replicas=replicas or {},
     )
-
-
-def _readable(tensors: Iterable[Held], ctx: DistContext) -> dict[str, torch.Tensor]:
-    """What this rank holds of tensors, as bytes that can be read."""
-    return readable({held.name: held.local.resolve_conj().resolve_neg() for held in tensors}, ctx)
 
 
 def _share(content: Content, ranks: Mapping[str, Sequence[int]], ctx: DistContext) -> list[Held]:

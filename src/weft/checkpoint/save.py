@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from weft.checkpoint.draft import Keep, Outline, Write, complete, outline, start_saving
+from weft.checkpoint.draft import Keep, complete, outline, start_saving
 from weft.checkpoint.format.manifest import MAX_STEP
-from weft.checkpoint.format.safetensors_write import tensor_writer
+from weft.checkpoint.format.safetensors_write import write_tensors
 from weft.checkpoint.state.collect import Checkpoint, around, check_state
 from weft.checkpoint.storage.find import place, target
 from weft.checks import as_number, check_count
@@ -86,19 +87,15 @@ def save(
     """
     where, kept = come_together("save", state, directory, step, ctx, keep, keep_best, score, fresh)
     with around("save", state, ctx):
-        brought, mine, write = on_all("save", ctx, lambda: _read(state, ctx))
+        brought, mine = on_all("save", ctx, lambda: outline(state, ctx))
         if isinstance(ctx.world.group, PretendedGroup):
             return counted(where, step, mine, ctx.world.group)
         saving = start_saving("save", where, step, brought, ctx, fresh=fresh)
         if saving is not None:
             with saving.ending:
+                write = partial(write_tensors, mine)
                 complete("save", saving, step, brought, write, ctx, keep=kept, score=score)
     return target(where, step)
-
-
-def _read(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, torch.Tensor], Write]:
-    brought, mine = outline(state, ctx)
-    return brought, mine, tensor_writer(mine)
 
 
 def come_together(

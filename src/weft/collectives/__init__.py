@@ -9,7 +9,7 @@ tensors.py        reduce, gather, pad_across
 rows.py           reduce_scatter, all_to_all
 exchange.py       the messages of the last two, and their gradients
 objects.py        broadcast, scatter, gather_objects
-encoding.py       objects as JSON
+encoding.py       values as JSON, for messages and for checkpoints
 packed_gather.py  tensors of all ranks in one message
 barriers.py       barrier, all_or_none, main_first, any_rank, on_rank
 vocab_loss.py     vocab_cross_entropy

@@ -1,4 +1,8 @@
-"""Values as JSON and bytes, and back, without pickle: what `broadcast`, `scatter` and `gather_objects` send.
+"""Values as JSON, and back, without pickle: what checkpoints keep, and what `broadcast` and `gather_objects` send.
+
+[Note: values as JSON] None, booleans, numbers, text and lists are themselves, and so are dicts whose keys are text.
+Anything else is an object with a mark: `{"$": "tensor", "name": name}`, and `{"$": kind, "items": ...}` of tuples and
+other dicts. Messages add what `broadcast` lists.
 
 [Note: no foreign code] A received text can make values of the types listed here, and instances of dataclasses, enums
 and named tuples whose class the receiving program has imported itself. Nothing is imported, and no constructor of
@@ -17,23 +21,27 @@ import pathlib
 import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from weft.collectives.primitives import as_bytes, num_bytes, tensor_of
 from weft.errors import message, type_error
 from weft.tensors.nested import Path
 
-_DEEPEST = 100
+MOST_NESTED = 200  # in a checkpoint; three times as deep in JSON, which Python reads a thousand deep
+_MOST_NESTED_SENT = 100
 _EXPECTED = (
     "tensors, numpy arrays, numbers, strings, bytes, None, dates, paths, enums, and dicts, lists, tuples, sets and "
     "dataclasses of them"
 )
 _PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
-_MAPPINGS = MappingProxyType({"dict": dict, "OrderedDict": collections.OrderedDict, "Counter": collections.Counter})
-_SEQUENCES = MappingProxyType({"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size})
+_DICTS: Mapping[Any, Any] = MappingProxyType(
+    {"dict": dict, "ordered": collections.OrderedDict, "counter": collections.Counter}
+)
+_SEQUENCES = MappingProxyType({"set": set, "frozenset": frozenset, "Size": torch.Size})
 
 # By type: the values it has in JSON, and back.
 _PLAIN: Mapping[type[Any], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = MappingProxyType(
@@ -58,6 +66,97 @@ _PLAIN: Mapping[type[Any], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = 
 )
 _PLAIN_NAMED = MappingProxyType({one.__name__: back for one, (_, back) in _PLAIN.items()})
 
+Kinds: TypeAlias = Callable[[str, Any, Callable[[Any], Any]], Any]
+
+
+class Encoder:
+    """Nested values as JSON; see [Note: values as JSON]. Who uses it says what may be in them."""
+
+    def plain(self, item: Any, path: Path) -> Any:
+        """What stands for a value, of any type, at a path.
+
+        Raises:
+            TypeError: It may not be there.
+        """
+        raise NotImplementedError
+
+    def name(self, tensor: torch.Tensor, path: Path) -> object:
+        """The name under which a tensor is kept beside the JSON.
+
+        Raises:
+            TypeError: It may not be there.
+        """
+        raise NotImplementedError
+
+    def other(self, item: Any, path: Path) -> Any:
+        """The JSON of what is no tensor, list, tuple or dict.
+
+        Raises:
+            TypeError: It may not be there.
+        """
+        raise NotImplementedError
+
+    def encode(self, value: Any, path: Path) -> Any:
+        """The JSON of a nested value that stands at a path.
+
+        Raises:
+            TypeError: Something in it may not be there.
+        """
+        item = self.plain(value, path)
+        kind = type(item)
+        if isinstance(item, torch.Tensor):
+            return {"$": "tensor", "name": self.name(item, path)}
+        if kind is list or kind is tuple:
+            items = [self.encode(x, (*path, str(i))) for i, x in enumerate(item)]
+            return items if kind is list else _marked("tuple", items)
+        if kind is dict and all(type(key) is str and key != "$" for key in item):
+            return {key: self.encode(x, (*path, key)) for key, x in item.items()}
+        mark = next((name for name, made in _DICTS.items() if kind is made), None)
+        if mark is not None:
+            return _marked(mark, [[self.encode(k, path), self.encode(x, (*path, str(k)))] for k, x in item.items()])
+        return self.other(item, path)
+
+
+def decode(value: Any, tensors: Callable[[Any], torch.Tensor], more: Kinds | None = None, *, depth: int = 0) -> Any:
+    """The nested value that an `Encoder` made JSON of, wherever the JSON comes from.
+
+    Args:
+        value: JSON.
+        tensors: Gives a tensor by its name.
+        more: Gives what has a mark of another kind, of the kind, the items, and what decodes a value in them.
+        depth: Of the value in others.
+
+    Raises:
+        ValueError: No `Encoder` has made it.
+        LookupError: Likewise.
+        TypeError: Likewise.
+    """
+    if depth > MOST_NESTED + 5:  # those of a module are below its name and kind
+        raise ValueError(f"values in each other, more than {MOST_NESTED} deep")
+
+    def inner(item: Any) -> Any:
+        return decode(item, tensors, more, depth=depth + 1)
+
+    if isinstance(value, list):
+        return list(map(inner, value))
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("$")
+    if kind is None:
+        return {key: inner(item) for key, item in value.items()}
+    if kind == "tuple":
+        return tuple(map(inner, value["items"]))
+    if kind in _DICTS:
+        return _DICTS[kind]({inner(key): inner(item) for key, item in value["items"]})
+    if kind == "tensor":
+        return tensors(value["name"])
+    if more is None:
+        raise ValueError(f"a value marked {kind!r}")
+    return more(kind, value["items"], inner)
+
+
+# -- messages ----------------------------------------------------------------------------------------
+
 
 class Packed(NamedTuple):
     """A value as bytes.
@@ -77,7 +176,7 @@ class Packed(NamedTuple):
 
 
 def pack(what: str, value: object, device: torch.device, *, grad: bool = False) -> Packed:
-    """A value as bytes on a device; `decode` is the way back.
+    """A value as bytes on a device; `unpack` is the way back.
 
     Args:
         what: The function that asks, for the texts of errors.
@@ -88,57 +187,62 @@ def pack(what: str, value: object, device: torch.device, *, grad: bool = False) 
     Raises:
         TypeError: Something in it cannot be sent; whatever else may go wrong is raised as this too.
     """
-    encoder = _Encoder(what, grad=grad)
+    encoder = _Sent(what, grad=grad)
     try:
-        text = json.dumps(encoder.encode(value, ())).encode()
+        found = encoder.encode(value, ())
+        text = json.dumps([found, encoder.heads]).encode()
         return Packed(torch.cat([one.to(device) for one in (bytes_tensor(text), *encoder.parts)]), text)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         found = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise TypeError(_refusal(what, encoder.path, found, "send its parts")) from error
 
 
-class _Encoder:
+class _Sent(Encoder):
     def __init__(self, what: str, *, grad: bool) -> None:
         self.what, self.grad = what, grad
+        self.heads: list[tuple[str, list[int]]] = []  # dtypes and shapes
         self.parts: list[torch.Tensor] = []
         self.path: Path = ()
 
-    def encode(self, item: Any, path: Path) -> Any:
+    @override
+    def plain(self, item: Any, path: Path) -> Any:
         self.path = path
-        kind = type(item)
-        if len(path) > _DEEPEST:
+        if len(path) > _MOST_NESTED_SENT:
             raise self._error("a value in more than 100 others", "leave out references of a value to itself")
+        return item
+
+    @override
+    def other(self, item: Any, path: Path) -> Any:
+        kind = type(item)
         if kind in (type(None), bool, float, str):
             return item
-        if kind is int:
-            return item if item.bit_length() < 64 else {"int": hex(item)}  # decimals have a limit of digits
-        if isinstance(item, torch.Tensor):
-            return self._tensor(item)
+        if kind is int:  # decimals have a limit of digits
+            return item if item.bit_length() < 64 else _marked("int", hex(item))
         if isinstance(item, (np.ndarray, np.generic)):
             return self._array(item)
         if isinstance(item, enum.Enum):
-            return {"enum": [*self._class(kind), item.value if isinstance(item, enum.Flag) else item.name]}
+            return _marked("enum", [*self._class(kind), item.value if isinstance(item, enum.Flag) else item.name])
         if kind in _PLAIN:
             self._check_zone(item)
-            return {kind.__name__: _PLAIN[kind][0](item)}
+            return _marked(kind.__name__, _PLAIN[kind][0](item))
         if kind is _SEQUENCES.get(kind.__name__):
-            return {kind.__name__: [self.encode(x, (*path, str(i))) for i, x in enumerate(item)]}
-        if kind is _MAPPINGS.get(kind.__name__):
-            return {kind.__name__: [[self.encode(k, path), self.encode(x, (*path, str(k)))] for k, x in item.items()]}
+            return _marked(kind.__name__, [self.encode(x, (*path, str(i))) for i, x in enumerate(item)])
         return self._instance(item, kind, path)
 
     def _instance(self, item: Any, kind: Any, path: Path) -> Any:
         if dataclasses.is_dataclass(item):
             names = [field.name for field in dataclasses.fields(item) if hasattr(item, field.name)]
-            return {"fields": [*self._class(kind), [[n, self.encode(getattr(item, n), (*path, n))] for n in names]]}
+            found = {name: self.encode(getattr(item, name), (*path, name)) for name in names}
+            return _marked("fields", [*self._class(kind), found])
         if isinstance(item, tuple) and hasattr(kind, "_fields"):
             values = [self.encode(x, (*path, n)) for n, x in zip(kind._fields, item, strict=True)]
-            return {"named": [*self._class(kind), values]}
+            return _marked("named", [*self._class(kind), values])
         if isinstance(item, (int, float, str)):
             return item  # of a subclass: its plain value
         raise self._error(kind.__name__, "send its fields as a dict")
 
-    def _tensor(self, item: torch.Tensor) -> Any:
+    @override
+    def name(self, item: torch.Tensor, path: Path) -> int:
         if item.requires_grad and torch.is_grad_enabled() and not self.grad:
             raise self._error(
                 f"a tensor {tuple(item.shape)} that requires grad; the others would get a constant",
@@ -148,15 +252,19 @@ class _Encoder:
         if any(kinds):
             ways = ("value.full_tensor()", "value.unbind()", "value.dequantize()", "value.to_dense()")
             raise self._error(f"{type(item).__name__} with layout {item.layout}", ways[kinds.index(True)])
-        self.parts.append(as_bytes(item.detach().resolve_conj().resolve_neg()))
-        return {"tensor": [str(item.dtype), list(item.shape)]}
+        return self._part(item.detach().resolve_conj().resolve_neg())
+
+    def _part(self, values: torch.Tensor) -> int:
+        self.parts.append(as_bytes(values))
+        self.heads.append((str(values.dtype), list(values.shape)))
+        return len(self.parts) - 1
 
     def _array(self, item: Any) -> Any:
         scalar = isinstance(item, np.generic)
         if not (scalar or type(item) is np.ndarray) or item.dtype.kind not in "biufcmMSU":
             raise self._error(f"{type(item).__name__} of dtype {item.dtype}", "an array of numbers, strings or times")
-        self.parts.append(bytes_tensor(item.tobytes()))
-        return {"scalar" if scalar else "array": [item.dtype.str, list(item.shape)]}
+        place = self._part(bytes_tensor(item.tobytes()))
+        return _marked("scalar" if scalar else "array", [item.dtype.str, list(item.shape), place])
 
     def _check_zone(self, item: Any) -> None:
         zone = getattr(item, "tzinfo", None)
@@ -175,12 +283,16 @@ class _Encoder:
         return TypeError(_refusal(self.what, self.path, found, fix))
 
 
+def _marked(kind: str, items: Any) -> dict[str, Any]:
+    return {"$": kind, "items": items}
+
+
 def _refusal(what: str, path: Path, found: str, fix: str) -> str:
     where = ".".join(path[:8]) or "the value"
     return message(f"{what}: {where} cannot be sent", found=found, expected=_EXPECTED, fix=fix)
 
 
-def decode(body: torch.Tensor, text: int | bytes, device: torch.device) -> Any:
+def unpack(body: torch.Tensor, text: int | bytes, device: torch.device) -> Any:
     """The value whose text and bytes are in `body`; tensors on `device`.
 
     Args:
@@ -191,64 +303,51 @@ def decode(body: torch.Tensor, text: int | bytes, device: torch.device) -> Any:
     Raises:
         TypeError: It holds an instance of a class that this process has not imported.
     """
-    size, text = (text, bytes(body[:text].cpu().numpy())) if isinstance(text, int) else (len(text), text)
-    return _Decoder(body, size, device).decode(json.loads(text))
-
-
-class _Decoder:
-    def __init__(self, body: torch.Tensor, place: int, device: torch.device) -> None:
-        self.body, self.place, self.device = body, place, device
-
-    def decode(self, item: Any) -> Any:
-        if not isinstance(item, dict):
-            return item
-        ((kind, content),) = item.items()
-        if kind in _SEQUENCES:
-            return _SEQUENCES[kind]([self.decode(x) for x in content])
-        if kind in _MAPPINGS:
-            return _MAPPINGS[kind]({self.decode(k): self.decode(x) for k, x in content})
-        if kind in _PLAIN_NAMED:
-            return _PLAIN_NAMED[kind](content)
-        if kind == "int":
-            return int(content, 16)
-        if kind == "tensor":
-            return self._tensor(*content)
-        if kind in ("array", "scalar"):
-            array = self._array(*content)
-            return array[()] if kind == "scalar" else array
-        return self._instance(kind, *content)
-
-    def _take(self, size: int) -> torch.Tensor:
-        self.place += size
-        return self.body[self.place - size : self.place]
-
-    def _tensor(self, name: str, shape: list[int]) -> torch.Tensor:
+    at, text = (text, bytes(body[:text].cpu().numpy())) if isinstance(text, int) else (len(text), text)
+    value, heads = json.loads(text)
+    parts = []
+    for name, shape in heads:
         dtype = _dtype(name)
-        return tensor_of(self._take(num_bytes(shape, dtype)), shape, dtype).to(self.device)
+        size = num_bytes(shape, dtype)
+        parts.append(tensor_of(body[at : at + size], shape, dtype))
+        at += size
 
-    def _array(self, name: str, shape: list[int]) -> Any:
-        array = np.empty(shape, np.dtype(name))
-        data = self._take(array.nbytes)
-        return np.frombuffer(data.cpu().numpy().tobytes(), array.dtype).reshape(shape).copy() if len(data) else array
+    def more(kind: str, items: Any, inner: Callable[[Any], Any]) -> Any:
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](map(inner, items))
+        if kind in _PLAIN_NAMED:
+            return _PLAIN_NAMED[kind](items)
+        if kind == "int":
+            return int(items, 16)
+        if kind in ("array", "scalar"):
+            dtype, shape, place = items
+            array = np.empty(shape, dtype)  # of an empty text, numpy makes one letter
+            if array.nbytes:
+                array = np.frombuffer(bytearray(parts[place].cpu().numpy()), array.dtype).reshape(shape)
+            return array[()] if kind == "scalar" else array
+        return _instance(kind, inner, *items)
 
-    def _instance(self, kind: str, module: str, name: str, content: Any) -> Any:
-        cls: Any = _found(module, name)
-        wanted = {"enum": lambda: issubclass(cls, enum.Enum), "fields": lambda: dataclasses.is_dataclass(cls)}
-        if cls is None or not wanted.get(kind, lambda: issubclass(cls, tuple))():
-            raise type_error(
-                f"a value of class {name} was received, but this class is unknown on this rank",
-                found=f"no class {name} in {module}, as far as it is imported",
-                expected="classes that every rank has imported; none is imported for a message",
-                fix=f"import {module}  # on all ranks",
-            )
-        if kind == "enum":
-            return cls(content) if issubclass(cls, enum.Flag) else cls[content]
-        if kind == "named":
-            return tuple.__new__(cls, [self.decode(x) for x in content])
-        new = object.__new__(cls)
-        for field, value in content:
-            object.__setattr__(new, field, self.decode(value))  # of frozen ones too, and without __post_init__
-        return new
+    return decode(value, lambda place: parts[place].to(device), more)
+
+
+def _instance(kind: str, inner: Callable[[Any], Any], module: str, name: str, content: Any) -> Any:
+    cls: Any = _found(module, name)
+    wanted = {"enum": lambda: issubclass(cls, enum.Enum), "fields": lambda: dataclasses.is_dataclass(cls)}
+    if cls is None or not wanted.get(kind, lambda: issubclass(cls, tuple))():
+        raise type_error(
+            f"a value of class {name} was received, but this class is unknown on this rank",
+            found=f"no class {name} in {module}, as far as it is imported",
+            expected="classes that every rank has imported; none is imported for a message",
+            fix=f"import {module}  # on all ranks",
+        )
+    if kind == "enum":
+        return cls(content) if issubclass(cls, enum.Flag) else cls[content]
+    if kind == "named":
+        return tuple.__new__(cls, map(inner, content))
+    new = object.__new__(cls)
+    for field, value in content.items():
+        object.__setattr__(new, field, inner(value))  # of frozen ones too, and without __post_init__
+    return new
 
 
 def _found(module: str, name: str) -> type[Any] | None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.checks import check_count
-from weft.collectives.encoding import Packed, bytes_tensor, decode, pack
+from weft.collectives.encoding import Packed, bytes_tensor, pack, unpack
 from weft.collectives.primitives import all_gather_bytes, all_gather_words, enter, finish, peers_named
 from weft.context import DistContext, World
 from weft.errors import value_error
@@ -69,7 +69,7 @@ def _broadcast_packed(value: Any, ctx: DistContext, world: World, source: int) -
         raise TypeError(f"broadcast: rank {source} brought a value that cannot be sent; see its error")
     body = mine.body if ctx.rank == source else torch.empty(size, dtype=torch.uint8, device=ctx.device)
     _send(body, world, source)
-    return value if ctx.rank == source else decode(body, text_size, ctx.device)
+    return value if ctx.rank == source else unpack(body, text_size, ctx.device)
 
 
 def _packed(what: str, value: object, ctx: DistContext, *, grad: bool = False) -> tuple[Packed, TypeError | None]:
@@ -108,7 +108,7 @@ def gather_objects(value: T, ctx: DistContext) -> list[T]:
     """
     world = enter("gather_objects", ctx, None, {})
     if world.group is None:
-        return [decode(*pack("gather_objects", value, ctx.device), ctx.device)]
+        return [unpack(*pack("gather_objects", value, ctx.device), ctx.device)]
     with peers_named("gather_objects", world):
         return gather_packed("gather_objects", value, world, ctx)
 
@@ -130,7 +130,7 @@ def gather_packed(
         raise TypeError(f"{what}: rank {bad[0]} brought {each} that cannot be sent; see its error")
     bodies = all_gather_bytes(mine.body, [head[2] for head in heads], world, ctx)
     texts = [mine.text if world.pretended else head[1] for head in heads]
-    return [decode(body, text, ctx.device) for body, text in zip(bodies, texts, strict=True)]
+    return [unpack(body, text, ctx.device) for body, text in zip(bodies, texts, strict=True)]
 
 
 def scatter(values: Sequence[T] | None, ctx: DistContext, *, source: int = 0) -> T:
@@ -174,7 +174,7 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, *, source: int = 0) ->
         return given
 
     if ctx.world_size == 1:
-        return cast("T", decode(*pack("scatter", make()[0], ctx.device), ctx.device))
+        return cast("T", unpack(*pack("scatter", make()[0], ctx.device), ctx.device))
     return cast("T", scatter_made(make, ctx, "scatter", source))
 
 
@@ -228,7 +228,7 @@ def scatter_made(make: Callable[[], list[Any] | None], ctx: DistContext, what: s
     if not there:
         return None
     text_size, size = sizes[2 * ctx.rank : 2 * ctx.rank + 2]
-    return decode(mine[:size], packed[ctx.rank].text if world.pretended else text_size, ctx.device)
+    return unpack(mine[:size], packed[ctx.rank].text if world.pretended else text_size, ctx.device)
 
 
 def _check_source(what: str, source: int, ctx: DistContext) -> None:

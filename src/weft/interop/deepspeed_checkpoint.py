@@ -12,13 +12,14 @@ import hashlib
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from weft.checkpoint.draft import Keep, Outline, complete, outline_of, start_saving
-from weft.checkpoint.format.safetensors_write import tensor_writer
+from weft.checkpoint.format.safetensors_write import write_tensors
 from weft.checkpoint.history import history_of
 from weft.checkpoint.state.collect import Content
 from weft.checkpoint.state.json_values import encode
@@ -82,11 +83,10 @@ def import_deepspeed(
     ctx = local()
     source = hashlib.sha256(os.path.realpath(folder).encode(errors="surrogateescape")).hexdigest()
     history_of(ctx, place(directory)).belongs_to(source[:16])  # what is imported from one folder is one run
-    write = tensor_writer(tensors)
     saving = start_saving("import_deepspeed", place(directory), found.step, brought, ctx)
     assert saving is not None  # this is not an elastic job
     with saving.ending:
-        complete("import_deepspeed", saving, found.step, brought, write, ctx, keep=Keep())
+        complete("import_deepspeed", saving, found.step, brought, partial(write_tensors, tensors), ctx, keep=Keep())
     return saving.path
 
 

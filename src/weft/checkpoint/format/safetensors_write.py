@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,8 +21,8 @@ from weft.tensors.blocks import memory_of
 _BLOCK = 2**20  # bytes; fits into the caches of a core
 
 
-def tensor_writer(tensors: Mapping[str, torch.Tensor]) -> Callable[[IO[bytes]], FileEntry]:
-    """What writes these tensors as a safetensors file, one after the other.
+def write_tensors(tensors: Mapping[str, torch.Tensor], file: IO[bytes]) -> FileEntry:
+    """Write tensors as a safetensors file, one after the other.
 
     A tensor may change meanwhile: each block is copied first, so that the hash is that of the bytes in the file.
 
@@ -33,12 +33,8 @@ def tensor_writer(tensors: Mapping[str, torch.Tensor]) -> Callable[[IO[bytes]], 
     # 1 GB, and would compare what is read with itself), wants all tensors in host memory at once, and tells of a full
     # disk by an error without errno.
     head, order = file_head(tensors)
-
-    def write(file: IO[bytes]) -> FileEntry:
-        parts = (memory_of(tensors[name].detach().cpu().contiguous()) for name in order)
-        return write_parts(file, itertools.chain([head], _blocks(parts)))
-
-    return write
+    parts = (memory_of(tensors[name].detach().cpu().contiguous()) for name in order)
+    return write_parts(file, itertools.chain([head], _blocks(parts)))
 
 
 def file_head(

@@ -1,4 +1,4 @@
-"""Who holds the same block of a tensor, and which rank writes it."""
+"""Whether a tensor can be saved, who holds the same block of it, and which rank writes it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,42 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from weft.checkpoint.format.manifest import DTYPES
 from weft.context import DistContext
-from weft.tensors.blocks import Held
+from weft.errors import type_error
+from weft.tensors.blocks import Held, hold
+from weft.tensors.quantized import is_wrapped
+
+
+def hold_savable(name: str, tensor: torch.Tensor) -> Held:
+    """What this rank holds of a tensor that is to be written into a file.
+
+    Raises:
+        TypeError: Its dtype or layout has no place in the format; the text names it.
+    """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES or tensor.layout is not torch.strided or is_lazy(tensor):
+        raise type_error(
+            f"save: {name} cannot be saved",
+            found="a parameter without a shape"
+            if is_lazy(tensor)
+            else f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
+            expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
+            fix="model(example_batch)  # a lazy module gets its parameters by the first call"
+            if is_lazy(tensor)
+            else "leave it out of state_dict(), or convert it there",
+        )
+    held = hold(name, tensor)
+    if is_wrapped(held.local):
+        raise type_error(
+            f"save: {name} cannot be saved",
+            found=f"{type(held.local).__name__} of torchao, whose numbers are in several tensors",
+            expected="plain tensors; those of bitsandbytes are saved with their scales",
+            fix='weft.quantized(model, ctx, "nf4")  # of the plain model; or "int8", engine="bitsandbytes"',
+        )
+    return held
 
 
 def holders(tensors: Iterable[Held], ctx: DistContext) -> dict[str, tuple[int, ...]]:

@@ -29,12 +29,12 @@ from weft.checkpoint.state.collect import (
     collect,
     keepers,
     kept_by,
-    parameter_names,
     plain_name,
     ranks_apart,
     tell_keepers,
 )
-from weft.checkpoint.state.json_values import decode, encode
+from weft.checkpoint.state.json_values import encode
+from weft.collectives.encoding import decode
 from weft.context import DistContext
 from weft.context.placement import values_replaced
 from weft.contract import KeepsOrder, OwnsState, Stateful, StepsApart, offered
@@ -224,7 +224,7 @@ def _requested(key: str, state: Checkpoint, live: Content, reader: Source, ctx: 
 
 def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Source) -> _OptimizerState:
     optimizer, saved, entries = state.objects[key], reader.manifest.values[key], reader.manifest.tensors
-    names = parameter_names(state)
+    names = live.names
     groups = [[names[id(p)] for p in entry["params"]] for entry in optimizer.param_groups]
     _check_groups(key, [entry["params"] for entry in saved["groups"]], groups)
     parameters = {names[id(p)]: p for entry in optimizer.param_groups for p in entry["params"]}
@@ -371,8 +371,8 @@ def put_weights(plan: Plan, ctx: DistContext) -> None:
         OSError: It cannot be read.
     """
     plan.reader.read_live()
-    names, live = parameter_names(plan.state), plan.live.tensors
-    given = {one: live[name].tensor for one, name in names.items() if name in plan.weights}
+    live = plan.live
+    given = {one: live.tensors[name].tensor for one, name in live.names.items() if name in plan.weights}
     for obj in plan.state.objects.values():
         if isinstance(obj, nn.Module):
             tell_keepers(obj, given)

@@ -18,9 +18,11 @@ import torch
 from torch import nn
 
 from weft import torch_internals
+from weft.checkpoint.format.manifest import DTYPES
+from weft.checkpoint.format.tensor_blocks import hold_savable
 from weft.checkpoint.state.adapters import adapters_of
 from weft.checkpoint.state.containers import Filled
-from weft.checkpoint.state.json_values import check_tensor, check_values, encode
+from weft.checkpoint.state.json_values import encode
 from weft.checks import is_of
 from weft.collectives.on_all_ranks import on_all
 from weft.context import Applied, DistContext
@@ -35,7 +37,7 @@ from weft.contract import (
     owners,
 )
 from weft.errors import listed, type_error, value_error
-from weft.tensors.blocks import Held, hold
+from weft.tensors.blocks import Held
 from weft.tensors.dtensor import resting_parameters
 from weft.tensors.quantized import quantization_state
 from weft.tensors.rng_state import generator_kind, generator_state, is_generator
@@ -236,6 +238,7 @@ class Content:
     """The state of all objects, on this rank.
 
     Attributes:
+        names: Of the parameters of modules, `<object>/<name>`, by id.
         tensors: By name; the live tensors, sharded as they are.
         buffers: Which of them are buffers of modules; rank 0's count.
         same_as: Tensors that are the very same as another: its name.
@@ -243,6 +246,7 @@ class Content:
         generators: States of the user's random generators, on this rank.
     """
 
+    names: dict[int, str] = field(default_factory=dict)
     tensors: dict[str, Held] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
     same_as: dict[str, str] = field(default_factory=dict)
@@ -265,14 +269,13 @@ def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
         for one in (obj, *(offer for part in parts for offer in offered(part, Checked))):
             if isinstance(one, Checked):
                 one.check_savable()
-    content = Content()
+    content = Content(parameter_names(state))
     seen: dict[int, str] = {}
-    names = parameter_names(state)
     for key, obj in state.objects.items():
         if isinstance(obj, nn.Module):
             _collect_module(key, obj, content, seen, state.only)
         elif isinstance(obj, torch.optim.Optimizer):
-            _collect_optimizer(key, obj, names, content)
+            _collect_optimizer(key, obj, content)
         elif is_generator(obj):
             content.values[key] = {"generator": generator_kind(obj)}
             content.generators[key] = generator_state(obj)
@@ -280,7 +283,13 @@ def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
             content.values[key] = encode(key, obj.state_dict(), content.tensors)
     if not has_owners(state):
         for name, held in content.tensors.items():
-            check_values(name, held.tensor)
+            if held.tensor.is_meta:
+                raise type_error(
+                    f"save: {name} cannot be saved",
+                    found=f"a tensor of {held.tensor.dtype}, {held.tensor.layout}, on {held.tensor.device}",
+                    expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
+                    fix="weft.load_weights(model, path, ctx)  # gives it values",
+                )
     return content
 
 
@@ -303,27 +312,26 @@ def _collect_module(
     key: str, module: nn.Module, content: Content, seen: dict[int, str], only: Callable[[str], bool] | None
 ) -> None:
     values: dict[str, Any] = {}
-    found = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
+    # First: FSDP2 puts its shards in place for it.
+    found = {plain_name(name): value for name, value in module.state_dict(keep_vars=True).items()}
     elsewhere = kept_shards(module)
-    buffers = {id(tensor) for tensor in module.buffers()}
     scales = {plain_name(name): tensor for name, tensor in quantization_state(module).items()}
+    buffers = {id(tensor) for tensor in module.buffers()}
     held = buffers | {id(tensor) for tensor in module.parameters()}
-    for name, value in ((plain_name(name), value) for name, value in found.items()):
+    for name, value in (found | scales).items():
         full = f"{key}/{name}"
         if only is not None and id(value) in held and not only(full):
-            scales.pop(name, None)
-        elif id(value) in seen:
+            continue
+        if id(value) in seen:
             content.same_as[full] = seen[id(value)]
-        elif id(value) in held and not name.startswith("#"):  # that marks what transforms keep
+        elif (id(value) in held and not name.startswith("#")) or name in scales:  # a # marks what transforms keep
             tensor: Any = elsewhere.get(id(value), value)
-            check_tensor(full, tensor)
+            content.tensors[full] = hold_savable(full, tensor)
             check_memory("save", full, tensor)
-            content.tensors[full] = hold(full, tensor)
             if id(value) in buffers:
                 content.buffers.add(full)
-            seen[id(value)] = full
-        elif name in scales:
-            pass  # below
+            if id(value) in held:
+                seen[id(value)] = full
         elif is_extra(name):
             values[name] = encode(f"{key}/#{name}", value, content.tensors)
         else:
@@ -337,15 +345,13 @@ def _collect_module(
                 if id(value) in held
                 else "return it from get_extra_state() and take it in set_extra_state(state)",
             )
-    for name, tensor in scales.items():
-        content.tensors[f"{key}/{name}"] = hold(f"{key}/{name}", tensor)
     keep = kept_by(module, Stateful)
     kept = {name: encode(f"{key}/#{name}", offer.state_dict(), content.tensors) for name, offer in keep.items()}
     orders = {name: [order] for name, offer in kept_by(module, KeepsOrder).items() if (order := offer.sum_order())}
     content.values[key] = {"extra": values, "transforms": kept}
     if orders:
         content.values[key]["orders"] = orders
-    adapters = adapters_of(module, {plain_name(name): value for name, value in found.items()})
+    adapters = adapters_of(module, found)
     if adapters:
         content.values[key]["peft"] = {adapter: one._asdict() for adapter, one in adapters.items()}
 
@@ -411,8 +417,8 @@ def kept_by(module: nn.Module, kind: Callable[..., T]) -> dict[str, T]:
     return kept
 
 
-def _collect_optimizer(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], content: Content) -> None:
-    given = _parameters_of(key, optimizer, names)
+def _collect_optimizer(key: str, optimizer: torch.optim.Optimizer, content: Content) -> None:
+    given = _parameters_of(key, optimizer, content.names)
     order = [name for group in given for name in group]
     saved = dict(optimizer.state_dict())
     states, groups = saved.pop("state"), saved.pop("param_groups")
