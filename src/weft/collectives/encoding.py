@@ -242,17 +242,17 @@ class _Sent(Encoder):
         raise self._error(kind.__name__, "send its fields as a dict")
 
     @override
-    def name(self, item: torch.Tensor, path: Path) -> int:
-        if item.requires_grad and torch.is_grad_enabled() and not self.grad:
+    def name(self, tensor: torch.Tensor, path: Path) -> int:
+        if tensor.requires_grad and torch.is_grad_enabled() and not self.grad:
             raise self._error(
-                f"a tensor {tuple(item.shape)} that requires grad; the others would get a constant",
+                f"a tensor {tuple(tensor.shape)} that requires grad; the others would get a constant",
                 "value.detach()  # or weft.gather(value, ctx, grad=True), through which gradients flow",
             )
-        kinds = (hasattr(item, "full_tensor"), item.is_nested, item.is_quantized, item.layout != torch.strided)
+        kinds = (hasattr(tensor, "full_tensor"), tensor.is_nested, tensor.is_quantized, tensor.layout != torch.strided)
         if any(kinds):
             ways = ("value.full_tensor()", "value.unbind()", "value.dequantize()", "value.to_dense()")
-            raise self._error(f"{type(item).__name__} with layout {item.layout}", ways[kinds.index(True)])
-        return self._part(item.detach().resolve_conj().resolve_neg())
+            raise self._error(f"{type(tensor).__name__} with layout {tensor.layout}", ways[kinds.index(True)])
+        return self._part(tensor.detach().resolve_conj().resolve_neg())
 
     def _part(self, values: torch.Tensor) -> int:
         self.parts.append(as_bytes(values))
