@@ -3,7 +3,7 @@
 import pytest
 
 from weft.rehearsal import Links, Memory, Message, Rehearsal
-from weft.rehearsal.search import Choice, Trial, choices, least, rehearsed, table
+from weft.rehearsal.search import Candidate, Trial, choices, least, rehearsed, table
 
 ARGUMENTS = ["--mesh", "{mesh}", "tensor={tensor}", "--batch={batch}", '{"json": 1}']
 
@@ -39,7 +39,7 @@ def trial(label, peak, sent):
         program="train.py", rank=0, world_size=8, mesh=(("shard", 8),), device="cpu", steps=1,
         at_rest=Memory(parameters=512), peak=memory, messages=(message,), links=Links((0, 1e3), (0, 1e3)),
     )  # fmt: skip
-    return rehearsed(Choice((), None, label), lambda _: found)
+    return rehearsed(Candidate((), None, label), lambda _: found)
 
 
 def fails(choice):
@@ -50,7 +50,7 @@ TRIALS = [
     trial("worse", 3072, 2048),
     trial("small", 1024, 4096),
     trial("large", 2048, 1024),
-    rehearsed(Choice((), None, "broken"), fails),
+    rehearsed(Candidate((), None, "broken"), fails),
 ]
 
 
@@ -58,7 +58,7 @@ def test_the_least_are_those_that_no_other_beats():
     assert [each.choice.label for each in least(TRIALS)] == ["small", "large"]
     twins = [trial("one", 1024, 1024), trial("two", 1024, 1024)]
     assert least(twins) == twins
-    assert least([Trial(Choice((), None, "broken"), error=ValueError())]) == []
+    assert least([Trial(Candidate((), None, "broken"), error=ValueError())]) == []
 
 
 def test_the_table_has_all_of_them_with_marks_and_errors():

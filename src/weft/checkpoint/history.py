@@ -24,7 +24,7 @@ from weft.context import DistContext
 from weft.errors import CheckpointError, listed
 
 
-class Facts(NamedTuple):
+class ManifestSummary(NamedTuple):
     """What a manifest says about a checkpoint as a whole.
 
     Attributes:
@@ -39,7 +39,7 @@ class Facts(NamedTuple):
 
 
 @dataclass
-class _Job:
+class _JobHistory:
     """What one job knows, in this process.
 
     Attributes:
@@ -65,7 +65,7 @@ class History:
         abandoned: Names of checkpoints of a branch of this run that was abandoned.
     """
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: _JobHistory) -> None:
         self.run: str | None = None
         self.abandoned: set[str] = set()
         self._job = job
@@ -74,7 +74,7 @@ class History:
         self._own: set[int] = set()  # steps that it has saved since
         self._tried: set[int] = set()  # steps that it has tried to save
         self._damaged: set[str] = set()  # names of checkpoints
-        self._facts: dict[str, tuple[object, Facts]] = {}
+        self._facts: dict[str, tuple[object, ManifestSummary]] = {}
 
     def restored(self, run: str | None, step: int, there: Iterable[str], damaged: Iterable[str]) -> None:
         """Note what was restored, and what else was there.
@@ -193,7 +193,7 @@ class History:
             self._damaged.add(name)
             return False
 
-    def facts(self, storage: Storage, name: str) -> Facts:
+    def facts(self, storage: Storage, name: str) -> ManifestSummary:
         """What the manifest of a checkpoint says, which is read once.
 
         Raises:
@@ -209,7 +209,7 @@ class History:
         if facts is None or stamp is None or known != stamp:
             manifest = storage.manifest(name)
             sizes = {file: entry.bytes for file, entry in manifest.files.items()}
-            facts = Facts(manifest.run, manifest.score, sizes)
+            facts = ManifestSummary(manifest.run, manifest.score, sizes)
             self._facts[name] = stamp, facts
         return facts
 
@@ -235,9 +235,9 @@ class History:
 def history_of(ctx: DistContext, directory: Path) -> History:
     """What the job of a context knows of a directory."""
     root = ctx.world.root
-    if not isinstance(root.checkpoints, _Job):
+    if not isinstance(root.checkpoints, _JobHistory):
         is_elastic = ctx.replicas is not None
-        root.checkpoints = _Job(secrets.token_hex(8) if ctx.replicas is None else ctx.replicas.job(), is_elastic)
+        root.checkpoints = _JobHistory(secrets.token_hex(8) if ctx.replicas is None else ctx.replicas.job(), is_elastic)
     job = root.checkpoints
     where = str(directory) if isinstance(directory, RemotePath) else os.path.realpath(directory)
     return job.histories.setdefault(where, History(job))

@@ -12,7 +12,7 @@ from weft.checkpoint.format.hashes import new_hash
 from weft.checkpoint.format.manifest import Damage, Manifest, read_manifest, step_of
 from weft.checkpoint.history import history_of
 from weft.checkpoint.reader import Reader
-from weft.checkpoint.state.apply import Plan, check_values, load_objects, put_weights, request
+from weft.checkpoint.state.apply import RestorePlan, check_values, load_objects, put_weights, request
 from weft.checkpoint.state.collect import Checkpoint, around, check_state
 from weft.checkpoint.storage.copies import Copies, copies, undamaged
 from weft.checkpoint.storage.directory import Directory
@@ -136,7 +136,7 @@ def _one_of(where: Path) -> str | None:
 
 def _newest(
     state: Checkpoint, storage: Storage, one: str | None, here: Copies, ctx: DistContext, *, strict: bool
-) -> tuple[tuple[Plan, str] | None, list[tuple[str, str]], list[str]]:
+) -> tuple[tuple[RestorePlan, str] | None, list[tuple[str, str]], list[str]]:
     """The newest checkpoint that is whole, the newer ones that are not and why, and the names of all there are."""
     while True:
         there = from_main("restore", ctx, lambda: names_of(storage))
@@ -162,7 +162,7 @@ def _newest(
     return None, [], []
 
 
-def _planned(state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool) -> Plan:
+def _planned(state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool) -> RestorePlan:
     """Read a checkpoint as far as nothing is changed.
 
     Raises:
@@ -172,14 +172,14 @@ def _planned(state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool)
         PeerError: Another rank failed.
     """
 
-    def plan() -> tuple[Reader, Plan | CheckpointError]:
+    def plan() -> tuple[Reader, RestorePlan | CheckpointError]:
         reader = Reader(folder, _inspected(folder), ctx)
         try:
             return reader, request(state, reader, ctx, strict=strict)
         except CheckpointError as error:  # it may not fit because it is damaged
             return reader, error
 
-    def checked() -> Plan:
+    def checked() -> RestorePlan:
         if isinstance(found, CheckpointError):
             raise found
         check_values(found)

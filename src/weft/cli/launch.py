@@ -26,7 +26,7 @@ from weft.errors import ContextError
 from weft.launching.agent import supervise
 from weft.launching.devices import chosen_devices, visible_devices
 from weft.launching.failures import Ending
-from weft.launching.plan import MEETING_S, Plan, make_plan, secret_of
+from weft.launching.plan import MEETING_S, LaunchPlan, make_plan, secret_of
 from weft.launching.rank_main import run_target
 from weft.launching.replicas import LocalNode, supervise_replicas
 from weft.launching.slurm import batch_script
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
     return ending.code
 
 
-def _check_target(plan: Plan, name: str, kind: str) -> None:
+def _check_target(plan: LaunchPlan, name: str, kind: str) -> None:
     """Raise if the script or program is not there, or the program cannot be started in the way asked for."""
     if kind == "script" and not Path(name).is_file():
         is_module = not name.endswith(".py") and all(part.isidentifier() for part in name.split("."))
@@ -169,7 +169,7 @@ def _check_target(plan: Plan, name: str, kind: str) -> None:
         )
 
 
-def _submit(plan: Plan, words: list[str], kind: str, options: argparse.Namespace) -> int:
+def _submit(plan: LaunchPlan, words: list[str], kind: str, options: argparse.Namespace) -> int:
     """Write the script for SLURM and hand it in."""
     text = batch_script(
         plan,
@@ -194,7 +194,7 @@ def _submit(plan: Plan, words: list[str], kind: str, options: argparse.Namespace
     return subprocess.run([command, str(options.slurm)], check=False).returncode  # noqa: S603  (the user's own command)
 
 
-def _launch(plan: Plan, words: list[str], variables: Mapping[str, str], kind: str) -> Ending:
+def _launch(plan: LaunchPlan, words: list[str], variables: Mapping[str, str], kind: str) -> Ending:
     """Start the ranks, and wait until they have ended."""
     if plan.rdzv is not None and plan.most_nodes > 1:
         host, _, port = plan.rdzv.rpartition(":")

@@ -76,7 +76,7 @@ def vocab_cross_entropy(
         one = torch.nn.functional.cross_entropy(wide, flat, ignore_index=ignore_index, reduction=reduction)
         return one.view(target.shape) if reduction == "none" else one
     world = enter(_WHAT, sub, None, {})
-    losses: torch.Tensor = _Loss.apply(logits, target, ignore_index, world.group, sub.rank)  # type: ignore[no-untyped-call]
+    losses: torch.Tensor = _VocabLoss.apply(logits, target, ignore_index, world.group, sub.rank)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses
     return losses.sum() / (target != ignore_index).sum() if reduction == "mean" else losses.sum()
@@ -107,7 +107,7 @@ def _check(logits: torch.Tensor, target: torch.Tensor) -> None:
         )
 
 
-class _Loss(torch.autograd.Function):
+class _VocabLoss(torch.autograd.Function):
     """Losses per position; the gradient needs no message."""
 
     @staticmethod

@@ -141,7 +141,7 @@ class Preemption:
         self._before: dict[signal.Signals, Any] = {each: signal.getsignal(each) for each in signals}
         for each in signals:
             signal.signal(each, self._on_signal)
-        self._arrivals = _Arrivals(use=self._store is not None)
+        self._arrivals = _SignalPipe(use=self._store is not None)
         self._thread: threading.Thread | None = None
         if self._store is not None:
             self._thread = threading.Thread(target=self._listen, name="weft preemption", daemon=True)
@@ -284,7 +284,7 @@ class Preemption:
         self.release()
 
 
-class _Arrivals:
+class _SignalPipe:
     """The numbers of signals that came, as C notes them at once; Python calls the handlers later."""
 
     def __init__(self, *, use: bool) -> None:

@@ -36,7 +36,7 @@ from weft.elastic.memory_copy import MemoryCopy
 from weft.elastic.requirements import check_program, facts_of_program
 from weft.elastic.step_mark import StepMark
 from weft.errors import ContextError, ContractError
-from weft.peers.quorum import Answer, Loop
+from weft.peers.quorum import Answer, LoopPosition
 from weft.peers.replica_groups import ReplicaGroup
 
 B = TypeVar("B")
@@ -153,7 +153,7 @@ class Resilient(Generic[B]):
         replicas.is_done = self._is_done
         optimizer.register_step_pre_hook(self._before_step)
         self._meet(loader.state_dict())
-        replicas.loop = Loop(self.step, inside=False, whole=True)  # there may be nothing left to do
+        replicas.loop = LoopPosition(self.step, inside=False, whole=True)  # there may be nothing left to do
 
     @property
     def epoch(self) -> int:
@@ -168,7 +168,7 @@ class Resilient(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         epoch = self._loader.epoch
         self._mark.begin()
-        self._replicas.is_at(Loop(self.step))
+        self._replicas.is_at(LoopPosition(self.step))
         while self._loader.epoch == epoch:
             batches: Any = iter(self._loader)
             self._begin_step()
@@ -178,7 +178,7 @@ class Resilient(Generic[B]):
                 except GeneratorExit:
                     is_over = self._replicas.broken or self._ctx.world.root.closed
                     if not is_over and _is_break(sys._getframe(1)):
-                        self._replicas.is_at(Loop(self._steps_made(), inside=False))
+                        self._replicas.is_at(LoopPosition(self._steps_made(), inside=False))
                     raise
                 if not self._settle(batch):
                     break
@@ -188,7 +188,7 @@ class Resilient(Generic[B]):
             position = self._mark.position if self._replicas.broken else self._loader.state_dict()
             batches.close()
             self._meet(position)
-        self._replicas.is_at(Loop(self.step, inside=False, whole=True))
+        self._replicas.is_at(LoopPosition(self.step, inside=False, whole=True))
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class Resilient(Generic[B]):
                 expected="a loop that ends between two steps",
                 fix="for x, y in batches:\n    if batches.step >= 1000:  # first in the body, not last\n        break",
             )
-        replicas.loop = Loop(self._steps_made(), inside=False)
+        replicas.loop = LoopPosition(self._steps_made(), inside=False)
         return True
 
     # -- one step --------------------------------------------------------------------------------

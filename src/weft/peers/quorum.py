@@ -65,7 +65,7 @@ class Answer(NamedTuple):
     lost: tuple[str, ...] = ()
 
 
-class Loop(NamedTuple):
+class LoopPosition(NamedTuple):
     """Where the loop of a replica stands.
 
     Attributes:
@@ -105,8 +105,8 @@ class Quorums:
     asking: dict[str, Ask] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     is_broken: bool = False
-    loops: dict[str, Loop] = field(default_factory=dict)
-    ends: dict[str, Loop] = field(default_factory=dict)
+    loops: dict[str, LoopPosition] = field(default_factory=dict)
+    ends: dict[str, LoopPosition] = field(default_factory=dict)
     early: list[str] = field(default_factory=list)
     vanished: int | None = None
     waiting_since: float | None = None
@@ -115,14 +115,14 @@ class Quorums:
         """A replica was started."""
         self.living.add(name)
 
-    def says(self, name: str, loop: Loop) -> None:
+    def says(self, name: str, loop: LoopPosition) -> None:
         """A replica says where its loop stands."""
         if name in self.living:
             self.loops[name] = loop
 
     def ended(self, name: str, *, done: bool = False, lost: bool = True) -> None:
         """The process of a replica is gone: its work was `done`, or it was `lost`."""
-        loop = self.loops.get(name, Loop())
+        loop = self.loops.get(name, LoopPosition())
         if done:
             self.ends[name] = loop
         elif lost and name in self.inside and loop.inside:
@@ -141,7 +141,7 @@ class Quorums:
                 del self.ends[name]
                 self.early.append(name)
 
-    def _is_sure(self, name: str, end: Loop) -> bool:
+    def _is_sure(self, name: str, end: LoopPosition) -> bool:
         """Whether nobody has gone past it: nobody has vanished, or another one agrees, or those that did are behind."""
         agrees = any(n != name and not loop.inside and loop.step == end.step for n, loop in self.loops.items())
         return self.vanished is None or agrees or (end.whole and self.vanished < end.step)

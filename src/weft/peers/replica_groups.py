@@ -38,7 +38,7 @@ from typing_extensions import override
 from weft import torch_internals
 from weft.errors import ContextError
 from weft.peers.gloo_connections import connections, cut
-from weft.peers.quorum import Answer, Ask, Loop
+from weft.peers.quorum import Answer, Ask, LoopPosition
 from weft.peers.store import RankStore, StoreLost
 from weft.peers.world import World
 from weft.tensors.pairwise import SmallSum
@@ -96,7 +96,7 @@ class ReplicaGroup:
         self.inside = inside
         self.on_loss: Callable[[], None] = lambda: None
         self.is_done: Callable[[BaseException | None], bool] = lambda error: False  # noqa: ARG005
-        self.loop = Loop()
+        self.loop = LoopPosition()
         self._board, self._device, self._facts = board, device, facts
         self._lane: _Lane | None = None  # while this replica is connected to others
         self._looked_s = 0.0
@@ -117,7 +117,7 @@ class ReplicaGroup:
 
     # -- the work --------------------------------------------------------------------------------
 
-    def is_at(self, loop: Loop) -> None:
+    def is_at(self, loop: LoopPosition) -> None:
         """Tell the launcher where the loop stands."""
         self.loop = loop
         if self.inside.rank == 0:

@@ -59,18 +59,18 @@ _BETWEEN_PAIRS = ("send", "recv", "isend", "irecv")  # functions of torch
 def watch(world: World) -> None:
     """Start the threads of this rank. They end with the context."""
     if world.store is not None and world.size > 1:
-        world.watch = Watch(world)
+        world.watch = StragglerWatch(world)
         world.holders.add(world.watch)
 
 
-class Watch:
+class StragglerWatch:
     """The threads of one rank, and what is known of the others."""
 
     patience_s = _SURE_S
 
     def __init__(self, world: World) -> None:
         self._world = weakref.ref(world)
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _AwaitedRank] = {}
         self._asked = 0
         self._notes = world.notes = list[dict[str, Any]]()
         self._neighbours = Neighbours(world)
@@ -116,7 +116,7 @@ class Watch:
             # Answers keep coming, and say the same.
             seen, state = self._seen.get(member), [theirs["collectives"], theirs["at"], mine]
             if seen is None or seen.state != state:
-                self._seen[member] = _Seen(state, asked, time.monotonic())
+                self._seen[member] = _AwaitedRank(state, asked, time.monotonic())
             elif time.monotonic() - seen.since >= _SURE_S and theirs["asked"] > seen.asked:
                 raise _elsewhere(what, world, rank, theirs["at"])
 
@@ -233,7 +233,7 @@ class Watch:
         return bool(theirs["asked"] >= note.setdefault("since", asked) and not continued)
 
 
-class _Seen(NamedTuple):
+class _AwaitedRank(NamedTuple):
     """What a rank that is waited for was doing, when `asked` was that large, since when."""
 
     state: list[Any]

@@ -25,7 +25,7 @@ from weft.rehearsal.messages import Links
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.simulation.lines import line_in
 from weft.rehearsal.simulation.numbers import Numbers
-from weft.rehearsal.simulation.observe import Observed, observing
+from weft.rehearsal.simulation.observe import ProgramObserver, observing
 from weft.rehearsal.simulation.pretended_tensors import Assumed, Simulation, without_memory
 from weft.rehearsal.simulation.pretended_world import pretended_world
 from weft.rehearsal.simulation.saving import saves_counted
@@ -139,7 +139,7 @@ def rehearse(
         False
     """
 
-    def run(found: Observed, memory: contextlib.AbstractContextManager[Simulation]) -> Simulation:
+    def run(found: ProgramObserver, memory: contextlib.AbstractContextManager[Simulation]) -> Simulation:
         with adopt() as ctx:
             ctx.mesh  # noqa: B018  (made here: it is no part of the program)
             with memory as simulation:
@@ -178,7 +178,7 @@ def alone() -> Iterator[None]:
 
 def simulated(
     name: str,
-    run: Callable[[Observed, contextlib.AbstractContextManager[Simulation]], Simulation],
+    run: Callable[[ProgramObserver, contextlib.AbstractContextManager[Simulation]], Simulation],
     ranks: int,
     mail: Mail,
     *,
@@ -195,8 +195,8 @@ def simulated(
     asked = _checked(ranks, mesh, rank, steps)
 
     def of(numbers: Numbers) -> Rehearsal:
-        def run_as(rank: int) -> tuple[Observed, Simulation, PretendedGroup]:
-            found = Observed()
+        def run_as(rank: int) -> tuple[ProgramObserver, Simulation, PretendedGroup]:
+            found = ProgramObserver()
             note = found.traffic.note
             with _left_as_it_was(), pretended_world(ranks, rank, links.per_node, note, mail) as group, shortcuts():
                 group.axes = None if mesh is None else asked
@@ -249,7 +249,7 @@ def _with_peers(run_as: Callable[[int], R], rank: int, mail: Mail, waiting: tupl
                 ) from None
 
 
-def observe_steps(program: Program, ctx: DistContext, steps: int, found: Observed, *call: Any) -> None:
+def observe_steps(program: Program, ctx: DistContext, steps: int, found: ProgramObserver, *call: Any) -> None:
     """Run a program step by step, simulated or real, and note what it does; with an exchange of `local_steps` after."""
     with observing(found, *call):
         found.begin("build")

@@ -15,7 +15,7 @@ _MARK = "* nothing else in the table needs less memory without sending more, or 
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """One way to run a script.
 
     Attributes:
@@ -33,7 +33,7 @@ class Choice:
 class Trial:
     """What came of a choice: `found`, or why there is nothing."""
 
-    choice: Choice
+    choice: Candidate
     found: Rehearsal | None = None
     error: Exception | None = None
 
@@ -46,7 +46,7 @@ class Trial:
 
 def choices(
     arguments: Sequence[str], ranks: int, axes: Sequence[str], options: Mapping[str, Sequence[str]]
-) -> list[Choice]:
+) -> list[Candidate]:
     """Every division of the ranks over some axes, with every combination of options.
 
     `{name}` in an argument stands for the value of the option of this name, or the size of the axis; `{mesh}` stands
@@ -82,7 +82,7 @@ def choices(
         if axes:
             words["mesh"] = ",".join(f"{name}={size}" for name, size in mesh.items())
         filled = tuple(_filled(each, words) for each in arguments)
-        found.append(Choice(filled, tuple(mesh.items()) if axes and not in_script else None, label))
+        found.append(Candidate(filled, tuple(mesh.items()) if axes and not in_script else None, label))
     return found
 
 
@@ -103,7 +103,7 @@ def _filled(argument: str, words: Mapping[str, str]) -> str:
     return argument
 
 
-def rehearsed(choice: Choice, rehearse: Callable[[Choice], Rehearsal]) -> Trial:
+def rehearsed(choice: Candidate, rehearse: Callable[[Candidate], Rehearsal]) -> Trial:
     """Rehearse a choice; what fails, such as heads that an axis cannot divide, is a result, too."""
     try:
         return Trial(choice, rehearse(choice))

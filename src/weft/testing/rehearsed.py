@@ -10,7 +10,7 @@ from weft.rehearsal.memory import Memory, Moment
 from weft.rehearsal.messages import Message
 from weft.rehearsal.rehearse import observe_steps, rehearse
 from weft.rehearsal.result import Rehearsal
-from weft.rehearsal.simulation.observe import Observed
+from weft.rehearsal.simulation.observe import ProgramObserver
 from weft.rehearsal.simulation.pretended_tensors import Assumed
 from weft.rehearsal.simulation.settled import settled
 from weft.testing.ranks import run_ranks
@@ -89,7 +89,7 @@ def assert_rehearsed(
 
 
 def _run(ctx: DistContext, program: Callable[..., Any], args: tuple[Any, ...], steps: int) -> _Facts:
-    found = Observed()
+    found = ProgramObserver()
     ctx.mesh  # noqa: B018  (made here, as in a rehearsal)
     observe_steps(lambda ctx: program(ctx, *args), ctx, steps, found, settled)
     place = dict(ctx.axes), ctx.local_world_size

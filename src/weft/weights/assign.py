@@ -32,8 +32,8 @@ from weft.sharding import check_optimizers
 from weft.tensors.blocks import hold
 from weft.tensors.dtensor import is_sharded, local
 from weft.tensors.remote_parameter import is_elsewhere
-from weft.weights.sources import Source, reading
-from weft.weights.targets import Memory, Target, targets, waits_for_values
+from weft.weights.sources import WeightFiles, reading
+from weft.weights.targets import Target, TargetMemory, targets, waits_for_values
 
 _IN_FLIGHT = 4  # messages; more bring nothing, and each keeps a tensor
 Route: TypeAlias = tuple[Any, int]  # a process group, and which of its ranks has the tensor
@@ -59,7 +59,7 @@ class Move(NamedTuple):
     routes: tuple[Route, ...] = ()
 
 
-class Placement:
+class WeightAssignment:
     """Everything settled on this rank; nothing is changed before `read`.
 
     Attributes:
@@ -71,7 +71,7 @@ class Placement:
     def __init__(
         self,
         module: nn.Module,
-        source: Source,
+        source: WeightFiles,
         ctx: DistContext,
         *,
         elsewhere: Mapping[int, torch.Tensor],
@@ -100,7 +100,7 @@ class Placement:
             for move in moves
         ]
         self._moves = [move for move in moves if not is_elsewhere(move.tensor)]
-        self._memory = Memory(module, ctx, {id(move.tensor) for move in self._moves}, self._dtypes)
+        self._memory = TargetMemory(module, ctx, {id(move.tensor) for move in self._moves}, self._dtypes)
         if any(waits_for_values(one.tensor) for one in held):
             check_optimizers("load_weights", module, ctx, ())
         self._staged: dict[int, torch.Tensor] = {}
@@ -169,7 +169,13 @@ class Placement:
 
 
 def compare(
-    what: str, module: nn.Module, source: Source, held: list[Target], *, strict: bool, within: Collection[str] | None
+    what: str,
+    module: nn.Module,
+    source: WeightFiles,
+    held: list[Target],
+    *,
+    strict: bool,
+    within: Collection[str] | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names that only the module has, of all or of some, and names that only the files have.
 
@@ -241,7 +247,7 @@ def _check_dtypes(module: nn.Module, changed: list[Target], ctx: DistContext) ->
         )
 
 
-def renamed(source: Source, rename: Callable[[str], str | None] | None) -> Source:
+def renamed(source: WeightFiles, rename: Callable[[str], str | None] | None) -> WeightFiles:
     """A source with other names; what is renamed to None is left out.
 
     Raises:
@@ -269,7 +275,7 @@ def renamed(source: Source, rename: Callable[[str], str | None] | None) -> Sourc
 
 def _moves(
     held: Sequence[Target],
-    source: Source,
+    source: WeightFiles,
     dtypes: Mapping[int, torch.dtype],
     ctx: DistContext,
     partly: Mapping[str, Sequence[tuple[str, int]]],

@@ -16,7 +16,7 @@ from weft.checkpoint.storage.find import place
 from weft.context import local
 from weft.contract.select_modules import Names
 from weft.weights.adapter_files import check_adapter_options, stored_adapter
-from weft.weights.hf_layout import Layout, check_names, chosen_tensors, num_bytes, renamed_tensors
+from weft.weights.hf_layout import HFLayout, check_names, chosen_tensors, num_bytes, renamed_tensors
 from weft.weights.publish import published
 from weft.weights.sources import floating_dtype, from_checkpoint
 
@@ -91,7 +91,7 @@ def export(
         else:
             chosen = chosen_tensors("export", source, filter, option="filter")
         tensors = renamed_tensors(chosen, wanted, rename)
-        layout = Layout(tensors, name, limit=most)
+        layout = HFLayout(tensors, name, limit=most)
         with published(Path(out), source.path, name) as hidden:
             source.verify(tensor.stored for tensor in tensors.values())
             layout.write(hidden, source.files)

@@ -18,7 +18,7 @@ from weft.checkpoint.format.transfer import Stored, in_parts
 from weft.contract.select_modules import Names, fits_pattern
 from weft.errors import CheckpointError, listed, value_error
 from weft.tensors.blocks import memory_of, whole
-from weft.weights.sources import MAX_INDEX_BYTES, Source
+from weft.weights.sources import MAX_INDEX_BYTES, WeightFiles
 
 _UNITS = MappingProxyType({"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40})  # fmt: skip
@@ -62,7 +62,7 @@ class Tensor(NamedTuple):
         return torch.empty(self.stored.entry.shape, dtype=self.dtype, device="meta")
 
 
-class Layout:
+class HFLayout:
     """Which tensors are written into which file."""
 
     def __init__(self, tensors: Mapping[str, Tensor], name: str, *, limit: int) -> None:
@@ -133,7 +133,7 @@ def check_names(name: object, rename: object) -> None:
         )
 
 
-def chosen_tensors(what: str, source: Source, filter: Names | None, *, option: str) -> dict[str, Stored]:
+def chosen_tensors(what: str, source: WeightFiles, filter: Names | None, *, option: str) -> dict[str, Stored]:
     """The tensors that the user wants, tied ones once.
 
     Args:

@@ -20,7 +20,7 @@ from weft.contract import check_not_streamed
 from weft.contract.select_modules import Names
 from weft.tensors.blocks import whole
 from weft.weights.adapter_files import names_in_module
-from weft.weights.assign import Placement, renamed
+from weft.weights.assign import WeightAssignment, renamed
 from weft.weights.hf_layout import chosen_tensors
 from weft.weights.sources import floating_dtype, from_path
 from weft.weights.stored_names import as_named_now
@@ -103,7 +103,7 @@ def load_weights(
 
     elsewhere = kept_shards(module) if isinstance(module, nn.Module) else {}
 
-    def settled(found: Path) -> Placement:
+    def settled(found: Path) -> WeightAssignment:
         check_not_streamed("load_weights", module)
         source, within = from_path("load_weights", found, object), None
         wanted = floating_dtype("load_weights", dtype)
@@ -112,9 +112,9 @@ def load_weights(
             source, within = renamed(source, lambda name: names.get(name, name)), names.values()
         else:
             source = renamed(source, rename) if rename is not None else as_named_now(source, module)
-        return Placement(module, source, ctx, elsewhere=elsewhere, strict=strict, dtype=wanted, within=within)
+        return WeightAssignment(module, source, ctx, elsewhere=elsewhere, strict=strict, dtype=wanted, within=within)
 
-    def work(found: Path) -> Placement:
+    def work(found: Path) -> WeightAssignment:
         placement = on_all("load_weights", ctx, lambda: settled(found))
         ctx.agree("load_weights", placement.facts())
         try:

@@ -50,7 +50,7 @@ def reading(what: str, path: str, option: str = "") -> str:
     return f"{call[:-1]}, {option})" if option else call
 
 
-class Source(NamedTuple):
+class WeightFiles(NamedTuple):
     """Tensors by the names a module has for them, and the files they lie in.
 
     Attributes:
@@ -104,7 +104,7 @@ def floating_dtype(what: str, dtype: torch.dtype | str | None) -> torch.dtype | 
 # -- checkpoints -------------------------------------------------------------------------------------
 
 
-def from_checkpoint(what: str, path: Path, key: str) -> Source:
+def from_checkpoint(what: str, path: Path, key: str) -> WeightFiles:
     """The tensors of one module in a checkpoint, or in the newest complete one of a directory.
 
     Raises:
@@ -130,7 +130,7 @@ def from_checkpoint(what: str, path: Path, key: str) -> Source:
         for name, entry in manifest.tensors.items()
         if name.startswith(f"{key}/") and not name.startswith(f"{key}/#")  # what transforms keep is no weight
     }
-    return Source(folder, tensors, TensorFiles(what, {name: folder / name for name in manifest.files}), manifest)
+    return WeightFiles(folder, tensors, TensorFiles(what, {name: folder / name for name in manifest.files}), manifest)
 
 
 def _checkpoint_folder(what: str, path: Path) -> Path:
@@ -166,7 +166,7 @@ def _content(path: Path) -> str:
 # -- the Hugging Face layout -------------------------------------------------------------------------
 
 
-def from_path(what: str, path: Path, key: str) -> Source:
+def from_path(what: str, path: Path, key: str) -> WeightFiles:
     """The tensors of a file, an index, a folder or a checkpoint.
 
     Raises:
@@ -212,7 +212,7 @@ def _in_folder(what: str, folder: Path) -> Path:
     return folder / chosen[0]
 
 
-def _from_index(what: str, path: Path, place: Path) -> Source:
+def _from_index(what: str, path: Path, place: Path) -> WeightFiles:
     try:
         places: Any = parse_json(read_plain(place, most=MAX_INDEX_BYTES))["weight_map"]
         if not places or not all(isinstance(file, str) for file in places.values()):
@@ -226,7 +226,7 @@ def _from_index(what: str, path: Path, place: Path) -> Source:
     return _joined(what, path, files, places)
 
 
-def _joined(what: str, path: Path, places: dict[str, Path], index: dict[str, str]) -> Source:
+def _joined(what: str, path: Path, places: dict[str, Path], index: dict[str, str]) -> WeightFiles:
     """Everything that files hold; where an index says which file a tensor is in, that one."""
     files = TensorFiles(what, places)
     tensors: dict[str, Stored] = {}
@@ -241,7 +241,7 @@ def _joined(what: str, path: Path, places: dict[str, Path], index: dict[str, str
     lost = [f"{name} is not in {file}" for name, file in index.items() if name not in tensors]
     if lost or twice:
         _refuse(what, path, listed([*lost, *(f"{name} is in several files" for name in twice)]))
-    return Source(path, tensors, files)
+    return WeightFiles(path, tensors, files)
 
 
 def _place(what: str, folder: Path, name: str) -> Path:

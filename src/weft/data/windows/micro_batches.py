@@ -14,7 +14,7 @@ Planned = Callable[[int], Size] | None
 
 
 @dataclass(eq=False)
-class MicroBatches(Generic[B]):
+class WindowBatches(Generic[B]):
     """What a window reads from.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from weft.checks import check_count
 from weft.data.loader_copy import Size
-from weft.data.windows.micro_batches import MicroBatches, Planned, raise_untrue_length
+from weft.data.windows.micro_batches import Planned, WindowBatches, raise_untrue_length
 from weft.data.windows.sync import WindowSync
 from weft.data.windows.window import Window
 from weft.errors import ContractError
@@ -132,7 +132,7 @@ class WindowSplitter(Generic[B]):
                     self.windows = windows = windows + 1
                     sync.handed_out = number = sync.handed_out + 1
                     looked_at = have if left is None else 0
-                    micro_batches = MicroBatches(stream, have, planned, ask, first=first, looked_at=looked_at)
+                    micro_batches = WindowBatches(stream, have, planned, ask, first=first, looked_at=looked_at)
                     sync.current = micro_batches
                     yield Window(micro_batches, sync)
                     micro_batches.skip()
@@ -154,7 +154,7 @@ class WindowSplitter(Generic[B]):
                 self.began = None
 
 
-def unfinished(window: MicroBatches[Any]) -> ContractError:
+def unfinished(window: WindowBatches[Any]) -> ContractError:
     """What a save in the middle of a window raises."""
     return ContractError(
         "accumulate_grads: a window in progress cannot be saved, for its gradients cannot",

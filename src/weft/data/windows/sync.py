@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from weft.context import DistContext
 from weft.contract import GradSync, ScattersGradients
-from weft.data.windows.micro_batches import MicroBatches
+from weft.data.windows.micro_batches import WindowBatches
 
 Reduce = Literal["last", "every", "scatter"]
 
@@ -35,7 +35,7 @@ class WindowSync:
     ctx: DistContext
     parts: tuple[str, ...] = ()
     handed_out: int = 0
-    current: MicroBatches[Any] | None = None
+    current: WindowBatches[Any] | None = None
     is_open: bool = False
     warned: bool = False
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from weft.data.windows.micro_batches import MicroBatches
+from weft.data.windows.micro_batches import WindowBatches
 from weft.data.windows.sync import WindowSync
 from weft.errors import ContractError, listed, message, warn
 from weft.metrics import Count, per_rank, samples_of_all, total_count
@@ -43,7 +43,7 @@ class Window(Generic[B]):
     only (`reduce="last"`), or in each one.
     """
 
-    def __init__(self, batches: MicroBatches[B], sync: WindowSync) -> None:
+    def __init__(self, batches: WindowBatches[B], sync: WindowSync) -> None:
         self._batches = batches
         self._sync = sync
         self._number = sync.handed_out

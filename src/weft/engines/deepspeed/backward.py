@@ -57,7 +57,7 @@ class BackwardPasses:
     _pending: bool = False  # gradients of this rank wait in `.grad`
     _reduced: set[nn.Parameter] = field(default_factory=set)  # in this backward pass
     _received: bool = False
-    _passes: list[_Pass] = field(default_factory=list)
+    _passes: list[_ForwardPass] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._session = BackwardSession(self._begin, self._end, rounds=1)
@@ -72,7 +72,7 @@ class BackwardPasses:
         """The module was called: hook what it returned."""
         if self.shared is not None:
             self.shared.watch(output)
-        one = _Pass()
+        one = _ForwardPass()
         entrance = _weakly(self, lambda owner, _: owner.enter(one))
         for tensor in tensors(output):
             if tensor.requires_grad:
@@ -110,7 +110,7 @@ class BackwardPasses:
             self.stand_ins.start_anew()
             self._passes.clear()
 
-    def enter(self, one: _Pass) -> None:
+    def enter(self, one: _ForwardPass) -> None:
         """Backward comes back to the output of a forward pass."""
         if one not in self._passes:
             if one.used:
@@ -191,7 +191,7 @@ def raise_unused(class_name: str, names: Sequence[str]) -> NoReturn:
     )
 
 
-class _Pass:
+class _ForwardPass:
     """One forward pass of the module, and whether a backward pass came through it."""
 
     __slots__ = ("__weakref__", "used")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.engines.deepspeed.buffers import Buffers, Place, chunks_of
+from weft.engines.deepspeed.buffers import Buffers, FlatRange, chunks_of
 from weft.engines.deepspeed.parameters import Parameters
 from weft.engines.torch.steps.swapped import SHARED_STATE
 from weft.errors import ContractError, listed
@@ -67,7 +67,7 @@ class OptimizerState:
                 self._fill(flat, state, given[parameter], place)
             buffers.close(group, changed=True)
 
-    def _fill(self, flat: torch.Tensor, state: Mapping[str, Any], given: Mapping[str, Any], place: Place) -> None:
+    def _fill(self, flat: torch.Tensor, state: Mapping[str, Any], given: Mapping[str, Any], place: FlatRange) -> None:
         for key, value in given.items():
             target = state[key]
             if _is_flat(target, flat):

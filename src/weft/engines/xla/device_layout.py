@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from weft.engines.xla import internals
-from weft.engines.xla.library import Library
+from weft.engines.xla.library import TorchXLA
 
 Plan = tuple[tuple[str, ...] | None, ...]  # for each dimension the mesh axes that cut it; None: whole
 _KEPT = "_weft_layout"
 
 
-class _Kept(NamedTuple):
+class _TensorLayout(NamedTuple):
     """What is kept beside a parameter or buffer.
 
     Attributes:
@@ -38,7 +38,7 @@ class Laid:
 
     mean_over = 1
 
-    def __init__(self, lib: Library, mesh: Any, module: nn.Module, axes: Sequence[str], cut: str) -> None:
+    def __init__(self, lib: TorchXLA, mesh: Any, module: nn.Module, axes: Sequence[str], cut: str) -> None:
         self._lib = lib
         self._mesh = mesh
         self._module = weakref.ref(module)
@@ -48,7 +48,9 @@ class Laid:
             parts = whole
             if over and isinstance(tensor, nn.Parameter):
                 parts = _cut(tuple(tensor.shape), over, mesh.shape()[over[0]])
-            vars(tensor)[_KEPT] = _Kept(parts if cut == "all" else whole, parts if cut in ("all", "state") else None)
+            vars(tensor)[_KEPT] = _TensorLayout(
+                parts if cut == "all" else whole, parts if cut in ("all", "state") else None
+            )
         lay(lib, mesh, [module])
 
     # Gradients are sums over the batch of all devices in every backward; there is nothing to switch.
@@ -70,7 +72,7 @@ class Laid:
             mark(self._lib, self._mesh, tensor, (None,) * tensor.dim())
 
 
-def lay(lib: Library, mesh: Any, objects: Iterable[object]) -> None:
+def lay(lib: TorchXLA, mesh: Any, objects: Iterable[object]) -> None:
     """Lay the modules and optimizers among `objects` out as it was decided for them."""
     for obj in objects:
         if isinstance(obj, nn.Module):
@@ -81,7 +83,7 @@ def lay(lib: Library, mesh: Any, objects: Iterable[object]) -> None:
             lay_state(lib, mesh, obj)
 
 
-def lay_state(lib: Library, mesh: Any, optimizer: torch.optim.Optimizer) -> None:
+def lay_state(lib: TorchXLA, mesh: Any, optimizer: torch.optim.Optimizer) -> None:
     """Lay out what an optimizer keeps of the shape of its parameters."""
     for parameter, state in optimizer.state.items():
         kept = plans_of(parameter) if isinstance(parameter, torch.Tensor) else None
@@ -92,13 +94,13 @@ def lay_state(lib: Library, mesh: Any, optimizer: torch.optim.Optimizer) -> None
                 mark(lib, mesh, value, kept.state)
 
 
-def plans_of(tensor: torch.Tensor) -> _Kept | None:
+def plans_of(tensor: torch.Tensor) -> _TensorLayout | None:
     """What was decided for a tensor."""
-    found: _Kept | None = vars(tensor).get(_KEPT)
+    found: _TensorLayout | None = vars(tensor).get(_KEPT)
     return found
 
 
-def mark(lib: Library, mesh: Any, tensor: torch.Tensor, plan: Plan) -> None:
+def mark(lib: TorchXLA, mesh: Any, tensor: torch.Tensor, plan: Plan) -> None:
     """Lay a tensor out; nothing happens if it is so already."""
     layout = mesh.get_op_sharding(plan)
     values = tensor.detach()

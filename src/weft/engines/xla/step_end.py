@@ -13,13 +13,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from weft.engines.xla.device_layout import lay_state
-from weft.engines.xla.library import Library
+from weft.engines.xla.library import TorchXLA
 
 
 class StepEnd:
     """A hook on all optimizers, also those that are made later; others than those of XLA are left alone."""
 
-    def __init__(self, lib: Library, mesh: Any) -> None:
+    def __init__(self, lib: TorchXLA, mesh: Any) -> None:
         self._lib = lib
         self._mesh = mesh
         self._handle = register_optimizer_step_post_hook(self._after_step)

@@ -16,7 +16,7 @@ from typing import Any
 
 from weft.errors import ContextError
 from weft.launching.failures import PREEMPTED_TEXT, Ending
-from weft.launching.plan import Plan
+from weft.launching.plan import LaunchPlan
 from weft.launching.replicas.forms import fits
 from weft.launching.replicas.loss_log import say
 from weft.launching.replicas.processes import LocalNode, LocalReplica
@@ -45,7 +45,7 @@ _ORDERS = (
 class JoinedNode:
     """A node of a job that another launcher decides about."""
 
-    def __init__(self, plan: Plan, here: LocalNode, host: str, port: int, secret: str) -> None:
+    def __init__(self, plan: LaunchPlan, here: LocalNode, host: str, port: int, secret: str) -> None:
         """Find the store of the launcher that decides.
 
         Raises:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from weft.peers.quorum import Answer
 
 
-class Loss(NamedTuple):
+class LostReplica(NamedTuple):
     """A replica that has ended before the job.
 
     Attributes:
@@ -48,13 +48,13 @@ class Story:
     def __init__(self, most: int, path: Path | None) -> None:
         """Begin it; `most` replicas are those of the whole job, `path` is a file that lines are appended to."""
         self._most, self._path = most, path
-        self._lost: list[Loss] = []
+        self._lost: list[LostReplica] = []
         self._since: float | None = None
         self._step, self._count = 0, 0
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
 
-    def lost(self, loss: Loss, since: float, *, was_inside: bool) -> None:
+    def lost(self, loss: LostReplica, since: float, *, was_inside: bool) -> None:
         """A replica has ended; `since` then (on the monotonic clock) the others wait, if it made steps with them."""
         self._lost.append(loss)
         if was_inside:

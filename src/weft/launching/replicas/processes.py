@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from weft.launching.failures import report_of
-from weft.launching.plan import Plan
+from weft.launching.plan import LaunchPlan
 from weft.peers.replica_groups import REPLICA_VARIABLE
 from weft.peers.world import PREEMPTED
 
@@ -210,7 +210,7 @@ class LocalNode:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LaunchPlan,
         target: Callable[..., None],
         arguments: Callable[[dict[str, str]], tuple[Any, ...]],
         folder: pathlib.Path,

@@ -20,14 +20,14 @@ import torch.distributed as dist
 
 from weft.environments import Topology
 from weft.launching.failures import PREEMPTED_TEXT, Ending, how_it_ended, last_words
-from weft.launching.plan import MEETING_S, Plan
+from weft.launching.plan import MEETING_S, LaunchPlan
 from weft.launching.replicas.joined_node import JoinedNode
-from weft.launching.replicas.loss_log import Loss, Story, say
-from weft.launching.replicas.messages import Messages
+from weft.launching.replicas.loss_log import LostReplica, Story, say
+from weft.launching.replicas.messages import LauncherMessages
 from weft.launching.replicas.processes import GRACE_S, Ended, LocalNode, Node, Replica
 from weft.launching.replicas.remote_nodes import TURN_S, Nodes
 from weft.peers.connect import is_here, listen_at, not_connected
-from weft.peers.quorum import Answer, Ask, Loop, Quorums
+from weft.peers.quorum import Answer, Ask, LoopPosition, Quorums
 from weft.peers.replica_groups import STORE
 from weft.peers.store import RankStore
 from weft.peers.world import PREEMPTED
@@ -41,7 +41,7 @@ _PASSED_ON = tuple(
 )
 
 
-def supervise_replicas(plan: Plan, here: LocalNode, secret: str) -> Ending:
+def supervise_replicas(plan: LaunchPlan, here: LocalNode, secret: str) -> Ending:
     """Run the replicas of this node, and start those again that fail, each by itself.
 
     The launcher of the first node decides for all; those of the others do what it says.
@@ -57,13 +57,13 @@ def supervise_replicas(plan: Plan, here: LocalNode, secret: str) -> Ending:
     several = plan.most_nodes > 1
     host, _, port = (plan.rdzv if several and plan.rdzv else "127.0.0.1:0").rpartition(":")
     store = _serve(plan, host, int(port))
-    job: JoinedNode | _Job
+    job: JoinedNode | _ElasticJob
     if store is None:
         job = JoinedNode(plan, here, host, int(port), secret)
     else:
         here.joins(name := secrets.token_hex(8), host, store.port)
-        messages = Messages(RankStore(store, limit_s=_ANSWER_S, secret=secret).below(STORE), plan.replica_ranks)
-        job = _Job(plan, here, messages, Nodes(plan, messages, name))
+        messages = LauncherMessages(RankStore(store, limit_s=_ANSWER_S, secret=secret).below(STORE), plan.replica_ranks)
+        job = _ElasticJob(plan, here, messages, Nodes(plan, messages, name))
     for number in _PASSED_ON:
         signal.signal(number, job.pass_on)
     try:
@@ -73,7 +73,7 @@ def supervise_replicas(plan: Plan, here: LocalNode, secret: str) -> Ending:
             signal.signal(number, signal.SIG_IGN)  # nothing is left to end but this process, which has an exit code
 
 
-def _serve(plan: Plan, host: str, port: int) -> dist.TCPStore | None:
+def _serve(plan: LaunchPlan, host: str, port: int) -> dist.TCPStore | None:
     """The store of the job; None if another launcher serves it."""
     if not (is_here(host) if plan.node_rank is None else plan.node_rank == 0):
         return None
@@ -89,12 +89,12 @@ def _serve(plan: Plan, host: str, port: int) -> dist.TCPStore | None:
 
 
 @dataclass
-class _Job:
+class _ElasticJob:
     """The replicas of a job, and what this launcher decides about them."""
 
-    plan: Plan
+    plan: LaunchPlan
     here: LocalNode
-    messages: Messages
+    messages: LauncherMessages
     nodes: Nodes
     living: dict[str, Replica[Any]] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)  # how often each replica was started
@@ -206,7 +206,7 @@ class _Job:
 
     def lose(self, replica: Replica[Any], ended: Ended, why: str, since: float, *, was_inside: bool) -> None:
         how, trace = how_it_ended(ended.code), ended.trace
-        loss = Loss(replica.number, ended.rank, ended.process, how, why or last_words(trace), time.time())
+        loss = LostReplica(replica.number, ended.rank, ended.process, how, why or last_words(trace), time.time())
         text = f"{trace}\nweft launch: {loss._replace(why=why)}".lstrip()
         code = ended.code if ended.code > 0 else 128 - ended.code
         self.failed = Ending(code if ended.code else 1, text, ended.rank, trace)
@@ -252,7 +252,7 @@ class _Job:
                 if found["rank"] in replica.ranks and found["done"]:
                     replica.done.add(found["rank"])
                 if found["rank"] == replica.ranks[0]:
-                    loop = Loop(found["step"], found["inside"], found["whole"])
+                    loop = LoopPosition(found["step"], found["inside"], found["whole"])
                     self.quorums.says(replica.name, loop)
 
     def ask(self, name: str, ask: Ask, now: float) -> None:
@@ -318,7 +318,7 @@ class _Job:
         self.nodes.wait_until_gone(2 * GRACE_S)
 
 
-def _ending_of(job: _Job) -> Ending:
+def _ending_of(job: _ElasticJob) -> Ending:
     if job.finished and (not job.failed.code or len(job.finished) >= job.quorums.least):
         return Ending()
     if job.preempted and not job.failed.code:

@@ -82,7 +82,7 @@ class LossScale:
     def _mark(self, value: Any, *, entering: bool, dtype: torch.dtype | None = None) -> Any:
         def mark(tensor: torch.Tensor) -> torch.Tensor:
             if torch.is_grad_enabled() and _carries_gradient(tensor):
-                marked: torch.Tensor = _Border.apply(tensor, self, entering, dtype)  # type: ignore[no-untyped-call]
+                marked: torch.Tensor = _ScaleBorder.apply(tensor, self, entering, dtype)  # type: ignore[no-untyped-call]
                 return marked
             return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
@@ -229,7 +229,7 @@ class LossScale:
 
     def _crosses(self, node: Any) -> bool | None:
         """Whether a node of the graph leads into (True) or out of (False) this module; else None."""
-        if isinstance(node, torch_internals.NODE_CLASS.of(_Border)) and node.scale is self:
+        if isinstance(node, torch_internals.NODE_CLASS.of(_ScaleBorder)) and node.scale is self:
             return bool(node.entering)
         return None
 
@@ -246,7 +246,7 @@ def _check_wide(class_name: str, parameters: list[nn.Parameter]) -> None:
         )
 
 
-class _Border(torch.autograd.Function):
+class _ScaleBorder(torch.autograd.Function):
     """The identity, or a cast; on the way back, into or out of the scaled world of one module.
 
     The cast is part of it because logits are large: their gradient is scaled and cast in one pass, and nothing of its

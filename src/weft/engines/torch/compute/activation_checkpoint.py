@@ -60,7 +60,7 @@ class Recomputed:
                 settings["respect_saved_tensors_hooks"] = False
         self.schedule = Schedule(options.probes, list(blocks))
         for name, block in blocks.items():
-            around = Checkpoint(name, block, settings, self.schedule, offload=options.offload)
+            around = RecomputedBlock(name, block, settings, self.schedule, offload=options.offload)
             attach(block, self._removable, around=around, methods=["forward"])
 
     def undo(self) -> None:
@@ -68,7 +68,7 @@ class Recomputed:
         self._removable.remove()
 
 
-class Checkpoint:
+class RecomputedBlock:
     """What is done around the forward of one block."""
 
     def __init__(
@@ -222,20 +222,22 @@ def offloaded(module: nn.Module) -> list[str]:
     return [
         name or "the module itself"
         for name, part in module.named_modules()
-        if any(isinstance(one, Checkpoint) and one.offload for one in arounds(part, "forward"))
+        if any(isinstance(one, RecomputedBlock) and one.offload for one in arounds(part, "forward"))
     ]
 
 
 def moves_statistics_twice(module: nn.Module) -> bool:
     """Whether norms with running statistics are in blocks that are run twice by `Recomputed`."""
-    blocks = [part for part in module.modules() if any(isinstance(one, Checkpoint) for one in arounds(part, "forward"))]
+    blocks = [
+        part for part in module.modules() if any(isinstance(one, RecomputedBlock) for one in arounds(part, "forward"))
+    ]
     norms = [part for block in blocks for part in block.modules() if isinstance(part, torch_internals.norm_base.found)]
     return any(True for norm in norms for _ in norm.buffers(recurse=False))
 
 
 def _is_checkpointed(part: nn.Module) -> bool:
     return (
-        any(isinstance(around, Checkpoint) for around in arounds(part, "forward"))
+        any(isinstance(around, RecomputedBlock) for around in arounds(part, "forward"))
         # torch's composable checkpoint and its checkpoint_wrapper, and the switch of transformers
         or "checkpoint" in (torch_internals.applied(part) or ())
         or any(cls.__name__ == "CheckpointWrapper" for cls in type(part).__mro__)

@@ -40,15 +40,15 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Place:
+class _PathNode:
     """A place in the tree: the way that is expected from here, where it leads, and all that are known."""
 
     __slots__ = ("expected", "following", "ways")
 
     def __init__(self) -> None:
         self.expected: int | None = None
-        self.following: _Place  # set together with `expected`
-        self.ways: dict[int, _Place] = {}
+        self.following: _PathNode  # set together with `expected`
+        self.ways: dict[int, _PathNode] = {}
 
 
 class GatherOrder:
@@ -76,7 +76,7 @@ class GatherOrder:
         self._group: dist.ProcessGroup | None = group
         self._peers = peers
         self._device = device
-        self._root = self._place = _Place()
+        self._root = self._place = _PathNode()
         self._num_places = 0
         self._torn = False
         self._known: set[int] = set()  # steps that were taken
@@ -131,13 +131,13 @@ class GatherOrder:
         if gathered:
             self._unchecked.clear()
 
-    def begin_forward(self) -> _Place | None:
+    def begin_forward(self) -> _PathNode | None:
         """A call of the module begins. Returns where the path goes back to after it, if it is without gradients."""
         evaluates = not torch.is_grad_enabled()  # FSDP2 gathers without gradients in any case
         self.forward = _EVALUATION if evaluates else _FORWARD
         return self._place if evaluates else None
 
-    def end_forward(self, place: _Place | None) -> None:
+    def end_forward(self, place: _PathNode | None) -> None:
         """The call has ended; after an evaluation a program does what it would have done without it."""
         if place is not None:
             self._place = place
@@ -165,12 +165,12 @@ class GatherOrder:
             place.expected, place.following = step, following
         self._place = place.following
 
-    def _new_place(self) -> _Place:
+    def _new_place(self) -> _PathNode:
         self._num_places += 1
         if self._num_places > _MAX_PLACES:  # at the same moment on all ranks
             self._num_places = 0
-            self._root = _Place()
-        return _Place()
+            self._root = _PathNode()
+        return _PathNode()
 
     def _compare(self, step: int) -> None:
         if self._group is None:

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from weft.engines.torch.pipeline.losses import Loss
+from weft.engines.torch.pipeline.losses import MicroBatchLoss
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
 
 _SENT = frozenset({"form", "is_sum", "values"})
 
 
-def sendable(output: Any, loss: Loss | None, *, is_sum: bool) -> Any:
+def sendable(output: Any, loss: MicroBatchLoss | None, *, is_sum: bool) -> Any:
     """The output of a micro-batch, in containers that can be sent.
 
     Args:

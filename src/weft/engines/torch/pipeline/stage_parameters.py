@@ -100,7 +100,7 @@ def units_whole(module: nn.Module) -> Iterator[None]:
             training.set(state, was)
 
 
-class Kept:
+class WaitingGradients:
     """Gradients of one call that wait for what arrives at its loss.
 
     Attributes:

@@ -174,7 +174,7 @@ class SplitRows(ExpertUnits):
             return wide.requires_grad_(tensor.requires_grad)
 
         held = {own: leaf(p) for own, p in held.items()}
-        sent, draws = _Messages(), SameDraws()
+        sent, draws = _MessageWatch(), SameDraws()
 
         def run(call: _Call, buffers: Mapping[str, torch.Tensor], *, together: bool = False) -> _Left:
             draws.begin(together=together)
@@ -216,7 +216,7 @@ class SplitRows(ExpertUnits):
         return [given, other, of_rows(lambda t: torch.cat([t, stranger if t is first else t], dim))]
 
 
-class _Messages(torch_internals.dispatch_mode.base):  # type: ignore[name-defined, misc]
+class _MessageWatch(torch_internals.dispatch_mode.base):  # type: ignore[name-defined, misc]
     """Notes whether anything is sent.
 
     Attributes:
@@ -236,7 +236,7 @@ class _Messages(torch_internals.dispatch_mode.base):  # type: ignore[name-define
 
 
 def _differences(
-    run: Callable[..., _Left], parts: list[_Call], buffers: Mapping[str, torch.Tensor], sent: _Messages
+    run: Callable[..., _Left], parts: list[_Call], buffers: Mapping[str, torch.Tensor], sent: _MessageWatch
 ) -> Iterator[Compared]:
     one, after_one = run(parts[0], buffers)
     if sent.any:

@@ -42,7 +42,7 @@ from weft.engines.torch.hooks.method_hooks import attach
 from weft.engines.torch.reducing.flat_buffer import fit_one_message
 from weft.engines.torch.reducing.separate_reduction import ReducedApart
 from weft.engines.torch.reducing.strategy import Strategy
-from weft.engines.torch.reducing.trained import Trained, check_hooks
+from weft.engines.torch.reducing.trained import TrainedParameters, check_hooks
 from weft.engines.torch.reducing.transport import Transport
 from weft.engines.torch.reducing.zero_gradients import anchor_of, bring_zeros, zeros_for
 from weft.engines.torch.steps.watch import raise_step_inside
@@ -66,7 +66,7 @@ class GradientReducer(Strategy):
         self._stepped_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         # Buckets finish in a callback of their own, which has to be over before ours.
         self._session = BackwardSession(self._begin, self._end, rounds=0 if options.at_end else 1)
-        self._trained = Trained(self._what, module, options)
+        self._trained = TrainedParameters(self._what, module, options)
         self._apart = ReducedApart(options.apart, options.dtype)
         for end in (self.transport.undo, self._apart.release, self._trained.release):
             self._removable.add(end)

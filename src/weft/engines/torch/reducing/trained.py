@@ -30,7 +30,7 @@ class Arrival(Protocol):
         """It has reached parameter `index`."""
 
 
-class Trained:
+class TrainedParameters:
     """The trained parameters of one module.
 
     Attributes:

@@ -205,11 +205,11 @@ def _through_one_node(output: Any) -> Any:
     needing = [t for t in tensors(output) if t.requires_grad]
     if not needing:
         return output
-    passed = dict(zip(map(id, needing), _Pass.apply(*needing), strict=True))  # type: ignore[no-untyped-call]
+    passed = dict(zip(map(id, needing), _OneNode.apply(*needing), strict=True))  # type: ignore[no-untyped-call]
     return map_tensors(lambda tensor: passed.get(id(tensor), tensor), output)
 
 
-class _Pass(torch.autograd.Function):
+class _OneNode(torch.autograd.Function):
     """The identity, as one node for many tensors."""
 
     @staticmethod
