@@ -35,7 +35,7 @@ _STEPS = 16  # in which weights are compared
 def watch_loop(loader: ShardedLoader[Any], ctx: DistContext) -> None:
     """Warn, once each, about what a step in the loop over `loader` lacks; as long as somebody has a loader of it.
 
-    Collectives: none, and nobody is waited for; a number of this rank in the store where weights may drift apart.
+    Collectives: none, and no waiting; a number of this rank in the store where weights may drift apart.
     """
     if ctx.data_size > 1 and ctx.data_size == ctx.world_size and ctx.world.store is not None:
         # The cursor: loaders of windows are copies with it.
@@ -79,7 +79,7 @@ class PartsWatch:
             return
         self._seen.add(optimizer)
         mine = {id(p) for p in module.parameters() if not is_elsewhere(p)}
-        gradients = [p.grad for p in _trained_apart(optimizer) if id(p) in mine and p.grad is not None]
+        gradients = [p.grad for p in _parameters_without_strategy(optimizer) if id(p) in mine and p.grad is not None]
         if gradients and differing_ranks(gradients, self._group, gradients[0].device):
             raise ContractError(
                 f"context_parallel: each rank trains {type(module).__name__} on its part of each sequence alone",
@@ -138,7 +138,9 @@ class _LoopWatch:
         count = sum(len(entry["params"]) for entry in optimizer.param_groups)
         seen = self._seen.get(optimizer)
         if seen is None or seen.count != count:  # also after add_param_group
-            self._seen[optimizer] = _SteppedOptimizer(next(self._numbers), count, _trained_apart(optimizer))
+            self._seen[optimizer] = _SteppedOptimizer(
+                next(self._numbers), count, _parameters_without_strategy(optimizer)
+            )
         elif seen.apart and seen.steps < _STEPS:
             seen.steps += 1
             if self._compare(type(optimizer).__name__, seen):
@@ -182,7 +184,7 @@ class _SteppedOptimizer:
     steps: int = 0
 
 
-def _trained_apart(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _parameters_without_strategy(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer that no strategy takes care of; none if values cannot be read here."""
     held = [p for entry in optimizer.param_groups for p in entry["params"]]
     alone = [p for p in held if p.requires_grad and not is_reduced(p)]

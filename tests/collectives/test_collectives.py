@@ -374,7 +374,7 @@ def test_a_peer_is_blamed_only_while_the_collective_is_not_done(monkeypatch, sli
     monkeypatch.setattr(entry, "culprit", lambda _: (1, "left") if next(looks) in blamed_at else None)
     world = weft.local().world
     with pytest.raises(weft.errors.PeerError, match="rank 1 failed: left") if raises else contextlib.nullcontext():
-        entry.finish(Slow(slices, done_after=slices == 1), world)
+        entry.wait_for_collective(Slow(slices, done_after=slices == 1), world)
     assert world.abandoned == raises
 
 

@@ -208,8 +208,8 @@ def test_sys_exit_out_of_a_loop_is_no_end_of_the_work_and_after_it_is(leave, don
 
     found, loops = [], []
     ctx.world.root.on_close = lambda error: found.append(ctx.replicas.is_done(error))
-    leave_loop = ctx.replicas.is_at
-    ctx.replicas.is_at = lambda loop: (loops.append(loop.inside), leave_loop(loop))
+    leave_loop = ctx.replicas.report_position
+    ctx.replicas.report_position = lambda loop: (loops.append(loop.inside), leave_loop(loop))
     with pytest.raises(SystemExit), ctx:
         leave(batches, step)
     assert found == [done] and (not loops or loops == [True] + [False] * done)

@@ -43,9 +43,9 @@ class _JobHistory:
     """What one job knows, in this process.
 
     Attributes:
-        own: The name of its run if it goes on with none; all replicas of an elastic job have the same.
+        own: The name of its run if it continues none; all replicas of an elastic job have the same.
         is_elastic: Whether its replicas save in turn.
-        runs: Names of the runs that it goes on with; the first one is given to what it saves elsewhere.
+        runs: Names of the runs that it continues; the first one is given to what it saves elsewhere.
         resumed: The step that it has restored; None if it has restored nothing.
         histories: By directory.
     """
@@ -76,7 +76,7 @@ class History:
         self._damaged: set[str] = set()  # names of checkpoints
         self._facts: dict[str, tuple[object, ManifestSummary]] = {}
 
-    def restored(self, run: str | None, step: int, there: Iterable[str], damaged: Iterable[str]) -> None:
+    def note_restored(self, run: str | None, step: int, there: Iterable[str], damaged: Iterable[str]) -> None:
         """Note what was restored, and what else was there.
 
         Args:
@@ -105,11 +105,11 @@ class History:
         """The name of the run, for the next manifest; one that is made up if it has none."""
         return self.run or next(iter(self._job.runs), self._job.own)
 
-    def tries(self, name: str) -> None:
+    def note_attempt(self, name: str) -> None:
         """Note that this job begins to save a checkpoint: whatever becomes of it, it is no other job's."""
         self._tried.add(step_of(name))
 
-    def saved(self, name: str) -> None:
+    def note_saved(self, name: str) -> None:
         """Note that this job has saved a checkpoint."""
         self._damaged.discard(name)
         self.abandoned.discard(name)

@@ -30,7 +30,7 @@ from weft.launching.plan import MEETING_S, LaunchPlan, make_plan, secret_of
 from weft.launching.rank_main import run_target
 from weft.launching.replicas import LocalNode, supervise_replicas
 from weft.launching.slurm import batch_script
-from weft.peers.connect import is_here, reach
+from weft.peers.connect import is_here, wait_for_listener
 from weft.peers.replica_groups import REPLICA_VARIABLE
 from weft.peers.store import SECRET_VARIABLE
 
@@ -200,12 +200,12 @@ def _launch(plan: LaunchPlan, words: list[str], variables: Mapping[str, str], ki
         host, _, port = plan.rdzv.rpartition(":")
         first = is_here(host) if plan.node_rank is None else plan.node_rank == 0
         if not first:
-            reach(host, int(port), who="launch: this node", limit_s=MEETING_S)
+            wait_for_listener(host, int(port), who="launch: this node", limit_s=MEETING_S)
     cores = cores_here() if plan.affinity else []
     with tempfile.TemporaryDirectory(prefix="weft-") as name:
         folder = Path(name)
         if kind == "program":
-            # Nobody stands between this process and the programs, which end with it.
+            # No process stands between this one and the programs, which end with it.
             os.environ.update(variables)  # noqa: TID251
             if sys.platform.startswith("linux"):
                 words = [sys.executable, "-I", "-c", _becoming(), str(os.getpid()), *words]

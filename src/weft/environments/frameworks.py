@@ -47,7 +47,7 @@ def has_kubeflow(facts: EnvironmentFacts) -> bool:
 
 def read_kubeflow(facts: EnvironmentFacts) -> Topology:
     """One process per pod; several need a launcher in the pod, which reads the same variables."""
-    # "auto" is what the operator writes where nobody asked for more than one.
+    # "auto" is what the operator writes where more than one was not asked for.
     nodes, per_node = facts.text("PET_NNODES") or "1", facts.text("PET_NPROC_PER_NODE") or "1"
     if not nodes.isdecimal() or per_node not in ("1", "auto"):
         raise ContextError(

@@ -66,7 +66,7 @@ class LaunchPlan(NamedTuple):
         is_new = "signals_to_handle" in LaunchConfig.__dataclass_fields__  # a newer torch
         newer: dict[str, Any] = {"signals_to_handle": _PASSED_ON} if is_new else {}
         return LaunchConfig(
-            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else a folder per launch, which nobody removes
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else a folder per launch, which is never removed
             min_nodes=self.least_nodes,
             max_nodes=self.most_nodes,
             nproc_per_node=self.nproc,

@@ -40,7 +40,7 @@ import torch.distributed as dist
 
 from weft import torch_internals
 from weft.errors import ContextError, PeerError
-from weft.peers.gloo_connections import abort_groups, cut, groups_among, listening_ports
+from weft.peers.gloo_connections import abort_groups, close_connections, groups_among, listening_ports
 from weft.peers.liveness import Neighbours, is_behind
 from weft.peers.store import RankStore, StoreLost
 from weft.peers.world import World
@@ -56,7 +56,7 @@ _NOT_THE_USER = ("weft", "torch", "contextlib", "threading")
 _BETWEEN_PAIRS = ("send", "recv", "isend", "irecv")  # functions of torch
 
 
-def watch(world: World) -> None:
+def start_watching(world: World) -> None:
     """Start the threads of this rank. They end with the context."""
     if world.store is not None and world.size > 1:
         world.watch = StragglerWatch(world)
@@ -154,7 +154,7 @@ class StragglerWatch:
             if not world.closed:
                 self._read_notes(store)
                 self._look(world, store, place)
-        except (StoreLost, ContextError) as error:  # then nobody can be met any more
+        except (StoreLost, ContextError) as error:  # then no meeting can take place any more
             if not world.closed and not self._end.is_set():
                 _give_up(world, getattr(error, "rank", -1), getattr(error, "text", str(error)), [])
             return False
@@ -182,7 +182,7 @@ class StragglerWatch:
         if not waits or still_s < _SURE_S:
             return
         if world.failure is not None:  # and what it waits for comes from another rank, which has left by now
-            _cut(world, [port for note in self._notes for port in note["ports"]])
+            _close_connections(world, [port for note in self._notes for port in note["ports"]])
             return
         self._neighbours.report_dead()
         waited_in = _waited_in(world)
@@ -258,19 +258,19 @@ class _Unchanged:
 def _give_up(world: World, rank: int, text: str, ports: Sequence[int]) -> None:
     """Let what this rank waits for in a collective end; `close_after` says which rank is to blame.
 
-    An aborted collective ends without an error: whoever uses what it should have brought calls `check_failed` first.
+    An aborted collective ends without an error: code that uses its result calls `check_failed` first.
     """
     world.failure = (rank, text)
     abort_groups(groups_among(world.ranks))
-    _cut(world, ports)  # last: NCCL needs its connections to abort
+    _close_connections(world, ports)  # last: NCCL needs its connections to abort
 
 
-def _cut(world: World, ports: Sequence[int]) -> None:
+def _close_connections(world: World, ports: Sequence[int]) -> None:
     """End the connections to ranks that listen at these ports, and those that others have made to this rank."""
     store_port = None if world.store is None else world.store.port
     mine = set(listening_ports()) - {store_port}
     theirs = set(ports) - {store_port}
-    cut(lambda local, remote: store_port not in (local, remote) and (local in mine or remote in theirs))
+    close_connections(lambda local, remote: store_port not in (local, remote) and (local in mine or remote in theirs))
 
 
 def _elsewhere(what: str, world: World, rank: int, place: str) -> PeerError:
@@ -296,7 +296,7 @@ def _may_wait(world: World) -> bool:
     try:
         if innermost is None or group is None or dist.get_backend(group) != "gloo":
             return True
-    except ValueError:  # destroyed by who made it, and not by `close`: nobody waits in it
+    except ValueError:  # destroyed by who made it, and not by `close`: no rank waits in it
         return False
     return innermost.partition(".")[0] in ("weft", "torch")
 

@@ -64,10 +64,10 @@ class Watcher(GroupHolder, Protocol):
 
 
 class Background(Protocol):
-    """Work beside the program, such as a save; whoever leaves waits for it."""
+    """Work beside the program, such as a save; leaving the job waits for it."""
 
     def finish(self, limit_s: float) -> BaseException | None:
-        """Wait for it at most so long, then stop it; the error that nobody has seen yet."""
+        """Wait for it at most so long, then stop it; its error, if it was not raised yet."""
 
 
 class Comparison(Protocol):

@@ -16,7 +16,7 @@ import torch
 from weft import torch_internals
 from weft.context import DistContext, adopt
 from weft.context.settings import mesh_axes
-from weft.engines.torch.hooks.every_optimizer import sweep
+from weft.engines.torch.hooks.every_optimizer import remove_finished_hooks
 from weft.errors import ContextError, value_error
 from weft.peers.pretended import Mail, NotSent, PretendedGroup
 from weft.rehearsal.both_ways import both_ways
@@ -29,7 +29,7 @@ from weft.rehearsal.simulation.observe import ProgramObserver, observing
 from weft.rehearsal.simulation.pretended_tensors import Assumed, Simulation, without_memory
 from weft.rehearsal.simulation.pretended_world import pretended_world
 from weft.rehearsal.simulation.saving import saves_counted
-from weft.rehearsal.simulation.shortcuts import shortcuts
+from weft.rehearsal.simulation.shortcuts import fewer_fsdp_chunks
 
 R = TypeVar("R")
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -152,12 +152,12 @@ def rehearse(
     def of(rank: int) -> Rehearsal:
         return simulated(name, run, ranks, mail, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
 
-    with alone():
+    with one_rehearsal_at_a_time():
         return distinct_ranks(of) if rank == "all distinct" else of(rank)
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
+def one_rehearsal_at_a_time() -> Iterator[None]:
     """Around all ranks of a rehearsal: while it runs, no other one begins, in whatever thread.
 
     Raises:
@@ -198,7 +198,11 @@ def simulated(
         def run_as(rank: int) -> tuple[ProgramObserver, Simulation, PretendedGroup]:
             found = ProgramObserver()
             note = found.traffic.note
-            with _left_as_it_was(), pretended_world(ranks, rank, links.per_node, note, mail) as group, shortcuts():
+            with (
+                _state_restored(),
+                pretended_world(ranks, rank, links.per_node, note, mail) as group,
+                fewer_fsdp_chunks(),
+            ):
                 group.axes = None if mesh is None else asked
                 with _located(rank, ranks), saves_counted(group):
                     simulation = run(found, without_memory(assume or {}, numbers))
@@ -237,7 +241,7 @@ def _with_peers(run_as: Callable[[int], R], rank: int, mail: Mail, waiting: tupl
             return run_as(rank)
         except NotSent as missing:
             if missing.source in waiting:
-                raise  # it goes on with what has been sent until here
+                raise  # it continues with what has been sent until here
             with contextlib.suppress(NotSent):
                 _with_peers(run_as, missing.source, mail, (*waiting, rank))
             if len(mail) == known:
@@ -291,7 +295,7 @@ def _located(rank: int, ranks: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _left_as_it_was() -> Iterator[None]:
+def _state_restored() -> Iterator[None]:
     """Put back what a program draws and sets; it begins with gradients, as a job does."""
     numpy: Any = sys.modules.get("numpy")
     drawn = [(numpy.random.get_state, numpy.random.set_state)] if numpy else []
@@ -303,7 +307,7 @@ def _left_as_it_was() -> Iterator[None]:
         with warnings.catch_warnings(), torch.inference_mode(mode=False), torch.enable_grad():
             yield
     finally:
-        sweep()
+        remove_finished_hooks()
         for put, value in before:
             put(value)
         if device != getattr(*torch_internals.current_device.home):

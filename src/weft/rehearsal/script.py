@@ -20,13 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from weft.errors import ContextError
 from weft.peers.pretended import Mail
 from weft.rehearsal.messages import Links
-from weft.rehearsal.rehearse import alone, simulated
+from weft.rehearsal.rehearse import one_rehearsal_at_a_time, simulated
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.simulation.numbers import Endless
 from weft.rehearsal.simulation.observe import ProgramObserver, observing
 from weft.rehearsal.simulation.pretended_tensors import Assumed, Simulation
 
-_MOST_CALLS = 5  # of a model in a step, if the program goes on without end; then it is batches that do not
+_MOST_CALLS = 5  # of a model in a step, if the program never ends; then it is batches that do not
 
 
 class _Enough(BaseException):
@@ -92,7 +92,7 @@ def rehearse_script(
 
     name = " ".join([str(script), *arguments])
     mail = Mail() if mail is None else mail
-    with alone():
+    with one_rehearsal_at_a_time():
         return simulated(name, run, ranks, mail, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
 
 

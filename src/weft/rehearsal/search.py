@@ -44,7 +44,7 @@ class Trial:
         return self.found.step_peak.total, self.found.sent
 
 
-def choices(
+def candidates(
     arguments: Sequence[str], ranks: int, axes: Sequence[str], options: Mapping[str, Sequence[str]]
 ) -> list[Candidate]:
     """Every division of the ranks over some axes, with every combination of options.
@@ -103,7 +103,7 @@ def _filled(argument: str, words: Mapping[str, str]) -> str:
     return argument
 
 
-def rehearsed(choice: Candidate, rehearse: Callable[[Candidate], Rehearsal]) -> Trial:
+def try_candidate(choice: Candidate, rehearse: Callable[[Candidate], Rehearsal]) -> Trial:
     """Rehearse a choice; what fails, such as heads that an axis cannot divide, is a result, too."""
     try:
         return Trial(choice, rehearse(choice))
@@ -111,7 +111,7 @@ def rehearsed(choice: Candidate, rehearse: Callable[[Candidate], Rehearsal]) -> 
         return Trial(choice, error=error)
 
 
-def least(trials: Iterable[Trial]) -> list[Trial]:
+def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
     """Those than which no other needs less memory without sending more, or sends less without needing more."""
     ran = [each for each in trials if each.found is not None]
     return [one for one in ran if not any(_beats(other, one) for other in ran)]
@@ -122,8 +122,8 @@ def _beats(one: Trial, other: Trial) -> bool:
 
 
 def table(trials: Sequence[Trial], limit: float = math.inf) -> str:
-    """Trials by the memory of a step, least first; those of `least` have a mark, and errors are at the end."""
-    best = least(trials)
+    """Trials by the memory of a step, least first; those of `pareto_front` have a mark, and errors are at the end."""
+    best = pareto_front(trials)
     ran = sorted((each for each in trials if each.found is not None), key=lambda each: each.costs)
     rows: list[tuple[str, ...]] = [("", "at rest", "peak of a step", "sent in a step", "time (a model)")]
     if limit < math.inf:

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.checkpoint.format.tensor_blocks import writers
-from weft.checkpoint.format.transfer import Stored, Transfer, are_equal, of_one_kind, transfer
-from weft.checkpoint.state.collect import tell_keepers
+from weft.checkpoint.format.tensor_blocks import share_out_writes
+from weft.checkpoint.format.transfer import Stored, Transfer, equal_bits, read_blocks, same_number_kind
+from weft.checkpoint.state.collect import update_keepers
 from weft.collectives.on_all_ranks import num_threads
-from weft.collectives.primitives import finish, peers_named
+from weft.collectives.primitives import name_lost_peer, wait_for_collective
 from weft.context import DistContext, World
 from weft.contract import owners
 from weft.engines.torch.reducing.trained import is_reduced
@@ -131,14 +131,14 @@ class WeightAssignment:
                     out = self._staged[id(tensor)] = torch.empty(held.block.shape, dtype=dtype)
                 wanted.append(Transfer(stored[0], held.block, out))
                 for other in stored[1:]:
-                    if not are_equal(files, stored[0], other, held.block, dtype):
+                    if not equal_bits(files, stored[0], other, held.block, dtype):
                         raise CheckpointError(
                             f"load_weights: {name} and {other.key} differ in {self._source.path}",
                             found="one tensor in the module, two in the file",
                             expected="equal values for tied weights",
                             fix="build the module without tying them (tie_word_embeddings=False)",
                         )
-        transfer(files, wanted, num_threads=num_threads(self._ctx))
+        read_blocks(files, wanted, num_threads=num_threads(self._ctx))
         files.close()
 
     def undo(self) -> None:
@@ -162,7 +162,7 @@ class WeightAssignment:
         sent += [(self._memory.of(tensor), whole) for tensor in self._memory.drawn]
         _send(sent, self._ctx.world)
         self._memory.settle()
-        tell_keepers(self._module, {move.parameter: move.tensor for move in self._moves})
+        update_keepers(self._module, {move.parameter: move.tensor for move in self._moves})
 
 
 # -- does it fit -------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def compare(
         for one in held
         for name in one.names
         for stored in ([source.tensors[name]] if name in source.tensors else [])
-        if stored.entry.shape != tuple(one.tensor.shape) or not of_one_kind(stored.dtype, one.tensor.dtype)
+        if stored.entry.shape != tuple(one.tensor.shape) or not same_number_kind(stored.dtype, one.tensor.dtype)
     }
     if not wrong and not (strict and (missing or unexpected)):
         return missing, unexpected
@@ -287,7 +287,7 @@ def _moves(
         for one, names in found
         if names and not is_sharded(one.tensor) and one.names[0] not in partly
     }
-    readers = writers(whole, ctx.world_size)  # who reads most has most to send
+    readers = share_out_writes(whole, ctx.world_size)  # who reads most has most to send
     moves: list[Move] = []
     for one, names in found:
         if names:
@@ -330,7 +330,7 @@ def _send(tensors: Sequence[tuple[torch.Tensor, Sequence[Route]]], world: World)
     Raises:
         PeerError: A peer failed or died.
     """
-    with peers_named("load_weights", world):
+    with name_lost_peer("load_weights", world):
         for turn in range(max((len(routes) for _, routes in tensors), default=0)):
             waiting: list[Callable[[], None]] = []
             for tensor, routes in tensors:
@@ -348,7 +348,7 @@ def _sending(tensor: torch.Tensor, group: Any, first: int, world: World) -> Call
     work = dist.broadcast(dense.reshape(-1).view(torch.uint8), group=group, group_src=first, async_op=True)
 
     def wait() -> None:
-        finish(work, world)
+        wait_for_collective(work, world)
         if dense.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(dense)
 

@@ -12,7 +12,7 @@ import torch
 from weft.checkpoint.format.safetensors_write import write_bytes
 from weft.checkpoint.state.adapters import CONFIG
 from weft.checkpoint.storage.copies import with_newest
-from weft.checkpoint.storage.find import place
+from weft.checkpoint.storage.find import path_or_url
 from weft.context import local
 from weft.contract.select_modules import Names
 from weft.weights.adapter_files import check_adapter_options, stored_adapter
@@ -101,4 +101,4 @@ def export(
         source.files.close()
         return layout.files() + ([CONFIG] if adapter is not None else [])
 
-    return tuple(Path(out) / file for file in with_newest("export", place(path), local(), write))
+    return tuple(Path(out) / file for file in with_newest("export", path_or_url(path), local(), write))

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.checkpoint.format.safetensors_read import TensorFiles
-from weft.checkpoint.format.safetensors_write import file_head, new_file, write_bytes, write_parts
-from weft.checkpoint.format.transfer import Stored, in_parts
+from weft.checkpoint.format.safetensors_write import file_header, new_file, write_bytes, write_parts
+from weft.checkpoint.format.transfer import Stored, read_in_parts
 from weft.contract.select_modules import Names, fits_pattern
 from weft.errors import CheckpointError, listed, value_error
 from weft.tensors.blocks import memory_of, whole
@@ -97,7 +97,7 @@ class HFLayout:
                 fix='weft.export(path, out, max_shard_size="10TB")  # one file, which has no index',
             )
         for file, names in self._names.items():
-            head, order = file_head({name: self._tensors[name].on_meta() for name in names}, {"format": "pt"})
+            head, order = file_header({name: self._tensors[name].on_meta() for name in names}, {"format": "pt"})
             with new_file(folder / file) as opened:
                 write_parts(opened, self._bytes(head, order, source))
         for file in self._index:
@@ -107,7 +107,7 @@ class HFLayout:
         yield head
         for name in order:
             stored, dtype = self._tensors[name]
-            for _, values in in_parts(source, stored, whole(stored.entry.shape), dtype):
+            for _, values in read_in_parts(source, stored, whole(stored.entry.shape), dtype):
                 yield memory_of(values)
 
 

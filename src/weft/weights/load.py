@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from weft.checkpoint.format.transfer import Transfer, transfer
+from weft.checkpoint.format.transfer import Transfer, read_blocks
 from weft.checkpoint.state.adapters import CONFIG
 from weft.checkpoint.state.collect import kept_shards
 from weft.checkpoint.storage.copies import with_newest
-from weft.checkpoint.storage.find import place
+from weft.checkpoint.storage.find import path_or_url
 from weft.collectives.on_all_ranks import on_all
 from weft.context import DistContext, local
 from weft.contract import check_not_streamed
@@ -124,7 +124,7 @@ def load_weights(
             raise
         return placement
 
-    placement = with_newest("load_weights", place(path), ctx, work)
+    placement = with_newest("load_weights", path_or_url(path), ctx, work)
     placement.put()
     return LoadedWeights(placement.path, placement.missing, placement.unexpected)
 
@@ -176,9 +176,9 @@ def read(
             source.verify(chosen.values())
             made = {name: torch.empty(one.entry.shape, dtype=one.dtype, device=device) for name, one in chosen.items()}
             wanted = [Transfer(one, whole(one.entry.shape), made[name]) for name, one in chosen.items()]
-            transfer(source.files, wanted, num_threads=1)
+            read_blocks(source.files, wanted, num_threads=1)
         finally:
             source.files.close()
         return made
 
-    return with_newest("read", place(path), local(), work)
+    return with_newest("read", path_or_url(path), local(), work)

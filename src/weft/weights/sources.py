@@ -17,7 +17,7 @@ from weft.checkpoint.format.plain_files import raise_if_unreadable, read_plain
 from weft.checkpoint.format.safetensors_read import TensorFiles
 from weft.checkpoint.format.transfer import Stored
 from weft.checkpoint.storage.directory import Directory
-from weft.checkpoint.storage.find import check_files, complete
+from weft.checkpoint.storage.find import check_files, complete_checkpoints
 from weft.errors import CheckpointError, listed, value_error
 from weft.tensors.blocks import whole
 
@@ -137,7 +137,7 @@ def _checkpoint_folder(what: str, path: Path) -> Path:
     if os.path.lexists(path / NAME):
         return path
     directory = Directory(path)
-    newest = complete(directory, most=1) if directory.names() else []
+    newest = complete_checkpoints(directory, most=1) if directory.names() else []
     if newest:
         return path / newest[0][0]
     near = [path.parent, *(sorted(path.iterdir()) if path.is_dir() else [])]
@@ -153,8 +153,8 @@ def _checkpoint_folder(what: str, path: Path) -> Path:
 def _is_complete(path: Path) -> bool:
     """Whether this is a complete checkpoint, or a directory with one."""
     if not (path / NAME).exists():
-        return bool(complete(Directory(path), most=1))
-    return path.name in dict(complete(Directory(path.parent)))
+        return bool(complete_checkpoints(Directory(path), most=1))
+    return path.name in dict(complete_checkpoints(Directory(path.parent)))
 
 
 def _content(path: Path) -> str:

@@ -21,17 +21,17 @@ from torch import nn
 
 from weft import torch_internals
 from weft.checkpoint.format.manifest import Manifest, TensorEntry
-from weft.checkpoint.format.transfer import of_one_kind
+from weft.checkpoint.format.transfer import same_number_kind
 from weft.checkpoint.state import random_states
 from weft.checkpoint.state.collect import (
     Checkpoint,
     Content,
     collect,
-    keepers,
-    kept_by,
+    extra_state_of,
+    num_stacked_states,
+    parameter_keepers,
     plain_name,
-    ranks_apart,
-    tell_keepers,
+    update_keepers,
 )
 from weft.checkpoint.state.json_values import encode
 from weft.collectives.encoding import decode
@@ -127,7 +127,7 @@ def _compare(
         for name, entry in stored.items():
             if entry.shape != held.shape:
                 shapes.append(f"{name} of shape {entry.shape}, not {held.shape}")
-            if not of_one_kind(getattr(torch, entry.dtype), held.tensor.dtype):
+            if not same_number_kind(getattr(torch, entry.dtype), held.tensor.dtype):
                 kinds.append(f"{name} of {entry.dtype}, not {held.dtype}")
         if stored:
             weights[held.name] = list(dict.fromkeys(entry.same_as or name for name, entry in stored.items()))
@@ -232,14 +232,14 @@ def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Ten
     layouts = {
         id(p): layout
         for obj in state.objects.values()
-        for part, offer in (keepers(obj) if isinstance(obj, nn.Module) else ())
+        for part, offer in (parameter_keepers(obj) if isinstance(obj, nn.Module) else ())
         for own, p in part.named_parameters()
         if (layout := offer.state_layout(own)) is not None
     }
     keeps = _keeps_tensors(optimizer)
     owning = offered(optimizer, OwnsState)
     replaced: set[int] = set()
-    of_others = saved.get("ranks apart", 1) != ranks_apart(optimizer)
+    of_others = saved.get("ranks apart", 1) != num_stacked_states(optimizer)
     apart = [] if of_others or "ranks apart" not in saved else offered(optimizer, StepsApart)
 
     def like(parameter: torch.Tensor) -> Callable[[str], torch.Tensor]:
@@ -347,10 +347,10 @@ def _load_object(obj: Any, loaded: Any, undo: contextlib.ExitStack) -> None:
                 part = obj.get_submodule(here[name].rpartition(".")[0])
                 undo.callback(part.set_extra_state, _copied(part.get_extra_state()))
                 part.set_extra_state(value)
-        for name, offer in kept_by(obj, Stateful).items():
+        for name, offer in extra_state_of(obj, Stateful).items():
             if name in loaded["transforms"]:
                 _load(offer, loaded["transforms"][name], undo)
-        for name, one in kept_by(obj, KeepsOrder).items():
+        for name, one in extra_state_of(obj, KeepsOrder).items():
             before = one.sum_order()
             undo.callback(one.resume_order, [] if before is None else [before])
             one.resume_order(loaded.get("orders", {}).get(name, []))
@@ -375,7 +375,7 @@ def put_weights(plan: RestorePlan, ctx: DistContext) -> None:
     given = {one: live.tensors[name].tensor for one, name in live.names.items() if name in plan.weights}
     for obj in plan.state.objects.values():
         if isinstance(obj, nn.Module):
-            tell_keepers(obj, given)
+            update_keepers(obj, given)
     values_replaced(plan.state.objects.values(), ctx)
     if plan.set_random is not None:
         plan.set_random()

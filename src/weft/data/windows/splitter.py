@@ -81,7 +81,7 @@ class WindowSplitter(Generic[B]):
             ContractError: A window has begun, or micro-batches are carried over: they cannot be read again.
         """
         if self.sync.current is not None and not self.sync.current.used_up:
-            raise unfinished(self.sync.current)
+            raise unfinished_window_error(self.sync.current)
         if self.carried:
             raise ContractError(
                 "accumulate_grads: micro-batches that are carried over cannot be saved",
@@ -103,7 +103,7 @@ class WindowSplitter(Generic[B]):
 
         Args:
             batches: What is split.
-            length: How many there are; None: nobody knows.
+            length: How many there are; None: unknown.
             measure: The size of the batch that was read last.
             planned: The size of a batch by its number in this pass, if that is known for all ranks beforehand.
             ask: Called before a share is computed.
@@ -154,7 +154,7 @@ class WindowSplitter(Generic[B]):
                 self.began = None
 
 
-def unfinished(window: WindowBatches[Any]) -> ContractError:
+def unfinished_window_error(window: WindowBatches[Any]) -> ContractError:
     """What a save in the middle of a window raises."""
     return ContractError(
         "accumulate_grads: a window in progress cannot be saved, for its gradients cannot",

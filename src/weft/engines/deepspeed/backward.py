@@ -19,7 +19,7 @@ from torch import nn
 
 from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.library import GroupView
-from weft.engines.deepspeed.placeholders import StandIns, is_local
+from weft.engines.deepspeed.placeholders import GradientPlaceholders, is_local
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
 from weft.engines.torch.hooks.method_hooks import Removable
@@ -47,7 +47,7 @@ class BackwardPasses:
 
     names: Mapping[nn.Parameter, str]
     buffers: Buffers
-    stand_ins: StandIns
+    stand_ins: GradientPlaceholders
     stage: int
     peers: Peers
     view: GroupView

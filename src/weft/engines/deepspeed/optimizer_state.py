@@ -21,7 +21,7 @@ class OptimizerState:
     def __init__(self, parameters: Parameters, buffers: Buffers) -> None:
         self._parameters = parameters
         self._buffers = buffers
-        self._is_new = True  # nobody has given state to DeepSpeed's optimizer
+        self._is_new = True  # DeepSpeed's optimizer was given no state yet
 
     @torch.no_grad()
     def show(self, optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Modules, batches and values to the devices of XLA, and back.
 
 [Note: same objects] `Module.to` would make new parameters, because memory of XLA cannot stand in for that of the
-CPU: an optimizer made before would go on with the old ones, and tied weights would come apart. Here the
+CPU: an optimizer made before would keep the old ones, and tied weights would no longer be tied. Here the
 contents of both are exchanged, so that every tensor stays the object that it is.
 """
 
@@ -94,7 +94,7 @@ def send(
 def prefetch(batches: Iterable[Any], move: Callable[[Any], Any], lib: TorchXLA) -> Iterator[Any]:
     """Yield every batch on the devices; the copy of the next one runs while this one is used.
 
-    Where no gradients are wanted nobody steps, so the work on each batch is a graph of its own.
+    Where no gradients are wanted no optimizer steps, so the work on each batch is a graph of its own.
     """
     moved = map(move, batches)
     ahead = next(moved, _END)

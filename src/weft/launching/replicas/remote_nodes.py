@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.launching.plan import LaunchPlan
-from weft.launching.replicas.loss_log import say
+from weft.launching.replicas.loss_log import print_line
 from weft.launching.replicas.messages import LauncherMessages
 from weft.launching.replicas.processes import Node, Replica
 
@@ -142,7 +142,7 @@ class Nodes:
             known = RemoteNode(found, self._messages, self._plan.replica_ranks, now)
             refused = self._refusal(found)
             if refused:
-                say(f"refused: the launcher {name}: {refused}")
+                print_line(f"refused: the launcher {name}: {refused}")
                 known.order(leave=1, why=refused)
                 return
             self.waiting[name] = known

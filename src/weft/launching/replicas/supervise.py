@@ -19,10 +19,10 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.environments import Topology
-from weft.launching.failures import PREEMPTED_TEXT, Ending, how_it_ended, last_words
+from weft.launching.failures import PREEMPTED_TEXT, Ending, exit_in_words, last_words
 from weft.launching.plan import MEETING_S, LaunchPlan
 from weft.launching.replicas.joined_node import JoinedNode
-from weft.launching.replicas.loss_log import LostReplica, Story, say
+from weft.launching.replicas.loss_log import LossLog, LostReplica, print_line
 from weft.launching.replicas.messages import LauncherMessages
 from weft.launching.replicas.processes import GRACE_S, Ended, LocalNode, Node, Replica
 from weft.launching.replicas.remote_nodes import TURN_S, Nodes
@@ -110,7 +110,7 @@ class _ElasticJob:
     def __post_init__(self) -> None:
         self.most = self.plan.nproc * self.plan.most_nodes // self.plan.replica_ranks
         self.quorums = Quorums(least=self.plan.min_replicas or 1)
-        self.story = Story(self.most, None if self.plan.events is None else pathlib.Path(self.plan.events))
+        self.story = LossLog(self.most, None if self.plan.events is None else pathlib.Path(self.plan.events))
 
     def run(self) -> Ending:
         """Do it until the job has ended."""
@@ -119,7 +119,7 @@ class _ElasticJob:
             for number in self.here.numbers():
                 self.start(number, self.here)
             while not self.is_over():
-                self.turn()
+                self.wait_and_update()
             ending = _ending_of(self)
             code = ending.code
             return ending
@@ -141,7 +141,7 @@ class _ElasticJob:
         self.here.send(number)
         self.nodes.send(number)
 
-    def turn(self) -> None:
+    def wait_and_update(self) -> None:
         """Wait a moment, or until a process ends; then see what has changed."""
         sentinels = [one for replica in self.living.values() for one in replica.sentinels]
         multiprocessing.connection.wait(sentinels, timeout=TURN_S) if sentinels else time.sleep(TURN_S)
@@ -152,7 +152,7 @@ class _ElasticJob:
         self.see_nodes(now)
         for replica in list(self.living.values()):
             if replica.ended() is not None:
-                self.took_leave(replica, "", now)
+                self.handle_ended(replica, "", now)
             elif replica.is_stopped:
                 replica.stopped_since = replica.stopped_since or now
                 if now - replica.stopped_since > _STOPPED_S:
@@ -168,24 +168,24 @@ class _ElasticJob:
     def see_nodes(self, now: float) -> None:
         """Let go of nodes that are lost, and begin with new ones."""
         for node, why in self.nodes.lost(now):
-            say(f"{node} {why}")
+            print_line(f"{node} {why}")
             for replica in [one for one in self.living.values() if one.node is node]:
                 replica.kill()
-                self.took_leave(replica, f"its launcher {why}", node.heard)
+                self.handle_ended(replica, f"its launcher {why}", node.heard)
             self.given_up.difference_update(self.nodes.numbers_of(node))
         for node in self.nodes.placed():
             numbers = self.nodes.numbers_of(node)
-            say(f"{node} has come, with replicas {', '.join(map(str, numbers))}")
+            print_line(f"{node} has come, with replicas {', '.join(map(str, numbers))}")
             for number in numbers:
                 self.start(number, node)
 
     def kill(self, replica: Replica[Any], why: str, since: float) -> None:
         pids = ", ".join(map(str, replica.pids.values()))
-        say(f"replica {replica.number} (process {pids}) {why}, and is killed")
+        print_line(f"replica {replica.number} (process {pids}) {why}, and is killed")
         replica.kill()
-        self.took_leave(replica, f"it {why}", since)
+        self.handle_ended(replica, f"it {why}", since)
 
-    def took_leave(self, replica: Replica[Any], why: str, since: float) -> None:
+    def handle_ended(self, replica: Replica[Any], why: str, since: float) -> None:
         """A replica has ended: it is done, or it is started again, or it was one too many."""
         del self.living[replica.name]
         self.here.replicas.pop(replica.name, None)
@@ -205,7 +205,7 @@ class _ElasticJob:
         self.lose(replica, ended, why or replica.refused or undone, since, was_inside=was_inside)
 
     def lose(self, replica: Replica[Any], ended: Ended, why: str, since: float, *, was_inside: bool) -> None:
-        how, trace = how_it_ended(ended.code), ended.trace
+        how, trace = exit_in_words(ended.code), ended.trace
         loss = LostReplica(replica.number, ended.rank, ended.process, how, why or last_words(trace), time.time())
         text = f"{trace}\nweft launch: {loss._replace(why=why)}".lstrip()
         code = ended.code if ended.code > 0 else 128 - ended.code
@@ -216,16 +216,16 @@ class _ElasticJob:
     def replace(self, replica: Replica[Any], said: str) -> None:
         """Start a replica again that was lost, if that is of use."""
         if replica.node.is_leaving or self.signalled:
-            say(said)
+            print_line(said)
         elif self.finished:
-            say(said)
+            print_line(said)
             self.waiting.append(replica)
         elif self.restarts < self.plan.max_restarts and not replica.refused:  # the next one would be refused, too
             self.restarts += 1
-            say(f"{said}; it is started again, {self.restarts} of {self.plan.max_restarts} times")
+            print_line(f"{said}; it is started again, {self.restarts} of {self.plan.max_restarts} times")
             self.start(replica.number, replica.node)
         else:
-            say(said)
+            print_line(said)
             self.given_up.add(replica.number)
 
     def look_for_early(self, now: float) -> None:
@@ -253,12 +253,12 @@ class _ElasticJob:
                     replica.done.add(found["rank"])
                 if found["rank"] == replica.ranks[0]:
                     loop = LoopPosition(found["step"], found["inside"], found["whole"])
-                    self.quorums.says(replica.name, loop)
+                    self.quorums.note_position(replica.name, loop)
 
     def ask(self, name: str, ask: Ask, now: float) -> None:
         refused = self.quorums.ask(name, ask, now)
         if refused:
-            say(f"refused: {refused}")
+            print_line(f"refused: {refused}")
             self.messages.answer(name, Answer(refused=refused)._asdict())
             if name in self.living:
                 self.living[name].refused = refused
@@ -296,7 +296,7 @@ class _ElasticJob:
             return True
         if self.finished and not any(one.was_inside for one in self.living.values()):
             ranks = ", ".join(str(one.number) for one in self.living.values())
-            say(f"the job has ended before replica {ranks} could join it")
+            print_line(f"the job has ended before replica {ranks} could join it")
             return True
         if ends or (len(self.living) >= self.quorums.least and not self.waits_for_nodes):
             self.short_since = None

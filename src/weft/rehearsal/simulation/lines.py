@@ -38,7 +38,7 @@ class CodePosition(NamedTuple):
     in_order: bool
 
 
-def place() -> CodePosition:
+def code_position() -> CodePosition:
     """Where the program is now."""
     frame: FrameType | None = sys._getframe(1)
     caller, is_open, in_order, logs = "", True, False, False

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.checkpoint.format.transfer import Stored, Transfer, transfer
+from weft.checkpoint.format.transfer import Stored, Transfer, read_blocks
 from weft.engines.torch.streaming.placeholder import stand_in
 from weft.engines.torch.streaming.stream import StreamedPart, StreamedTensor
 from weft.errors import listed, value_error
@@ -156,7 +156,7 @@ class PlacedTensors:
                 out.copy_(one.values, non_blocking=True)
         if stored:
             assert self._source is not None
-            transfer(self._source.files, stored, num_threads=num_threads)
+            read_blocks(self._source.files, stored, num_threads=num_threads)
 
     @torch.no_grad()
     def put(self) -> None:

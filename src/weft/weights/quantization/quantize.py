@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.checkpoint.format.transfer import Transfer, transfer
+from weft.checkpoint.format.transfer import Transfer, read_blocks
 from weft.checks import check_module
 from weft.collectives.on_all_ranks import on_all
 from weft.context import Applied, DistContext
@@ -258,5 +258,5 @@ def _swap(
 def _read(source: WeightFiles, name: str, dtype: torch.dtype) -> torch.Tensor:
     stored = source.tensors[name]
     out = torch.empty(stored.entry.shape, dtype=dtype)
-    transfer(source.files, [Transfer(stored, whole(stored.entry.shape), out)], num_threads=1)
+    read_blocks(source.files, [Transfer(stored, whole(stored.entry.shape), out)], num_threads=1)
     return out

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.torch.amp.graph_walk import running_backward, survey
+from weft.engines.torch.amp.graph_walk import running_backward, walk_to_leaves
 from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.errors import ContractError, listed
 from weft.precision import LossScaling
@@ -76,7 +76,7 @@ class LossScale:
 
     def at_outputs(self, value: Any, dtype: torch.dtype | None) -> Any:
         """Multiply the gradient that enters through these tensors by S; cast the tensors, if a dtype is given."""
-        self.mend()
+        self.unscale_after_error()
         return self._mark(value, entering=True, dtype=dtype)
 
     def _mark(self, value: Any, *, entering: bool, dtype: torch.dtype | None = None) -> Any:
@@ -141,7 +141,7 @@ class LossScale:
         self.found = check_finite(gradients, self._no, 1 / self.value)
         self._leaves, self._scaled = [], False
 
-    def mend(self) -> None:
+    def unscale_after_error(self) -> None:
         """If a backward pass raised half-way, bring what it left behind back to true units."""
         if self._session.was_torn() and self._scaled:
             self._unscale()
@@ -206,7 +206,7 @@ class LossScale:
             ContractError: A leaf is used inside and outside, or its gradient is to be returned.
         """
         running = running_backward()
-        seen = survey(running.roots(), self._crosses)
+        seen = walk_to_leaves(running.roots(), self._crosses)
         inside = {id(leaf): leaf for leaf in (*parameters, *seen.inside)}
         direct = [leaf for leaf in seen.outside if id(leaf) in inside]
         if direct:

@@ -84,7 +84,7 @@ class GatherOrder:
         self._unchecked = weakref.WeakKeyDictionary(shares)  # by what FSDP2 keeps of units: their number
         self.forward = _FORWARD
 
-    def take(self, step: int) -> None:
+    def note_next(self, step: int) -> None:
         """Gather or reduce a unit next: `step` is `_NUM_KINDS` times its number, plus the kind.
 
         What is expected is done in as few calls as possible: it happens three times per unit and training step.
@@ -97,7 +97,7 @@ class GatherOrder:
 
     def end(self) -> None:
         """A backward pass that reduces has ended."""
-        self.take(_END)
+        self.note_next(_END)
         self._place = self._root
 
     def check_called(self, reduced: Collection[str]) -> None:
@@ -142,7 +142,7 @@ class GatherOrder:
         if place is not None:
             self._place = place
 
-    def tear(self) -> None:
+    def note_broken_pass(self) -> None:
         """A pass broke off. Whether on all ranks is asked before the next gather, if there is one."""
         self._torn = True
 
@@ -263,7 +263,7 @@ class UnitGather(_Comm):
         """See `torch.distributed.fsdp.FSDPModule.set_custom_all_gather`."""
         order = self._order
         in_backward = torch_internals.graph_task_id() != -1
-        order.take(self._first + (_BACKWARD if in_backward else order.forward))
+        order.note_next(self._first + (_BACKWARD if in_backward else order.forward))
         if output_tensor.dtype.itemsize == 1:
             output_tensor, input_tensor = as_sent(output_tensor), as_sent(input_tensor)
         work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -282,6 +282,6 @@ class UnitReduce(_Comm):
         async_op: bool = False,
     ) -> dist.Work | None:
         """See `torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter`."""
-        self._order.take(self._first + _REDUCTION)
+        self._order.note_next(self._first + _REDUCTION)
         work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return work

@@ -96,7 +96,7 @@ class _Around:
             )
         if attention.inside:  # an attention module inside another: its calls are caught once
             return call(*args, **kwargs)
-        caught = _Caught(self, self.ranks)
+        caught = _AttentionMode(self, self.ranks)
         attention.inside = True
         try:
             with caught:
@@ -113,7 +113,7 @@ class _Around:
         return output
 
 
-class _Caught(TorchFunctionMode):
+class _AttentionMode(TorchFunctionMode):
     """Computes attention over all ranks in place of torch's function.
 
     Attributes:

@@ -102,7 +102,7 @@ def loss_of(output: Any, part: Inputs, function: LossFunction | None, device: to
     return MicroBatchLoss(value, count, form)
 
 
-def combined(losses: Sequence[MicroBatchLoss], whole: torch.Tensor | None, *, is_sum: bool) -> Result:
+def batch_loss(losses: Sequence[MicroBatchLoss], whole: torch.Tensor | None, *, is_sum: bool) -> Result:
     """The loss of the batch.
 
     Args:
@@ -147,7 +147,7 @@ def share_result(found: Result | None, device: torch.device, group: dist.Process
     return Result(loss, numbers[1], form, bool(is_mean), whole if has_whole else None, checked)
 
 
-def check_whole(result: Result) -> None:
+def check_mean_is_batch_loss(result: Result) -> None:
     """Raise if the mean over the micro-batches is not the loss of the whole batch, where that was computed.
 
     Raises:

@@ -29,18 +29,18 @@ from weft.engines.torch.pipeline.losses import (
     FORMS,
     MicroBatchLoss,
     Result,
-    check_whole,
-    combined,
+    batch_loss,
+    check_mean_is_batch_loss,
     loss_of,
     share_result,
     with_gradients,
 )
-from weft.engines.torch.pipeline.outputs import as_output, form_of, join, joined, sendable
+from weft.engines.torch.pipeline.outputs import as_output, batch_output, form_of, join_rows, sendable
 from weft.engines.torch.pipeline.row_probe import RowProbe, check_rows
 from weft.engines.torch.pipeline.schedules import make_schedule, owners
 from weft.engines.torch.pipeline.stage_borders import Borders
 from weft.engines.torch.pipeline.stage_forward import StageForward
-from weft.engines.torch.pipeline.stage_parameters import Aliases, LentLayers, WaitingGradients, units_whole
+from weft.engines.torch.pipeline.stage_parameters import Aliases, LentLayers, WaitingGradients, gather_units_once
 from weft.engines.torch.probes.no_trace import no_trace, random_kept
 from weft.engines.torch.probes.observed import WithoutDropout
 from weft.engines.torch.probes.same_draws import SameDraws
@@ -133,7 +133,7 @@ class PipelinedModule:
         batches = MicroBatches(inputs, self._options.micro_batches, exactly=True)
         is_sum = "num_items_in_batch" in inputs.kwargs
         try:
-            with self._guard(), units_whole(self._module), self._aliases.in_place(self._module) as pairs:
+            with self._guard(), gather_units_once(self._module), self._aliases.in_place(self._module) as pairs:
                 result, mixed = self._run(call, batches, is_sum=is_sum)
                 with_gradient = [(p, alias.grad) for p, alias in pairs if alias.grad is not None]
                 for _, alias in pairs:
@@ -142,7 +142,7 @@ class PipelinedModule:
             self._schedules.clear()
             self._break_off(error)
             raise
-        check_whole(result)
+        check_mean_is_batch_loss(result)
         check_rows(mixed)
         kept = WaitingGradients([gradient for _, gradient in with_gradient], result.scale)
         loss = with_gradients(result.loss, kept, [p for p, _ in with_gradient])
@@ -236,7 +236,7 @@ class PipelinedModule:
         if returned and self._rows.dims is not None and all(one is not None for one in returned):
             losses = [losses[index] for index in running.window]
             pairs = [(running.batches.parts[index], running.returned[index]) for index in running.window]
-            rows = join(returned, self._rows.dims, [1.0] * len(returned))
+            rows = join_rows(returned, self._rows.dims, [1.0] * len(returned))
             all_rows = running.batches.together(running.window), rows
             try:
                 with no_trace(self._module), WithoutDropout() as observed:
@@ -247,8 +247,8 @@ class PipelinedModule:
             except _NEEDS_MORE:
                 self._rows.dims = None
                 losses = running.losses
-        result = combined(running.losses, whole, is_sum=is_sum)
-        return result._replace(checked=combined(losses, None, is_sum=is_sum).loss)
+        result = batch_loss(running.losses, whole, is_sum=is_sum)
+        return result._replace(checked=batch_loss(losses, None, is_sum=is_sum).loss)
 
     def _losses_of_same_draws(self, parts: Sequence[Any], whole: Any) -> tuple[list[MicroBatchLoss], torch.Tensor]:
         """The losses of the micro-batches and that of the batch, with the same random numbers."""
@@ -281,7 +281,7 @@ class PipelinedModule:
         assert running is not None
         if not self._lent.can_lend():
             return None
-        output = self._forward.run_whole(lambda: running.call(*part.args, **part.kwargs), self._lent.of)
+        output = self._forward.run_whole(lambda: running.call(*part.args, **part.kwargs), self._lent.lend)
         return self._loss_of(output, part)
 
     # -- without gradients -----------------------------------------------------------------------
@@ -296,7 +296,7 @@ class PipelinedModule:
         outputs: list[Any] = []
         self._pass = _PipelineCall(call, batches)
         try:
-            with self._guard(), units_whole(self._module):
+            with self._guard(), gather_units_once(self._module):
                 for part in [batches.together(range(2)), *batches.parts[2:]]:  # see `joined`
                     for stage in self.here:
                         received = self._borders.receive(None, stage)
@@ -306,7 +306,7 @@ class PipelinedModule:
                         else:
                             self._borders.send(None, stage, output)
                 self._borders.wait()
-                return as_output(self._share(joined(outputs) if outputs else None, self.owners[self._last]))
+                return as_output(self._share(batch_output(outputs) if outputs else None, self.owners[self._last]))
         except Exception as error:
             self._break_off(error)
             raise

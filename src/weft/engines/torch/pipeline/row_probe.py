@@ -17,8 +17,8 @@ from torch import nn
 from weft import torch_internals
 from weft.engines.probes import Compared, ProbeMode, Schedule
 from weft.engines.torch.pipeline.batch_parts import Inputs, MicroBatches
-from weft.engines.torch.pipeline.losses import MicroBatchLoss, Result, combined
-from weft.engines.torch.pipeline.outputs import join, row_dims
+from weft.engines.torch.pipeline.losses import MicroBatchLoss, Result, batch_loss
+from weft.engines.torch.pipeline.outputs import join_rows, row_dims
 from weft.engines.torch.pipeline.stage_borders import Borders
 from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over
 from weft.engines.torch.probes.no_trace import measured, no_trace, random_kept, zeros_filled
@@ -36,7 +36,7 @@ Compute = Callable[[int, Inputs, Any], tuple[Any, Any]]
 
 
 class RowProbe:
-    """What two micro-batches give, apart and together.
+    """What two micro-batches give, separately and together.
 
     Attributes:
         dims: The dimension of rows in each tensor that the last layer returns; None if it is not known.
@@ -76,7 +76,7 @@ class RowProbe:
     ) -> list[float]:
         """Relative differences, or 0 where there is none but rounding; nothing if this call is not measured.
 
-        Of the gradients in each stage and of the loss, apart and together; and of the loss of one micro-batch, with
+        Of the gradients in each stage and of the loss, separately and together; and of the loss of one micro-batch, with
         all layers on one rank and on several.
 
         Collectives: one all-gather of two numbers; what leaves stages and comes back, and one all-reduce of a number
@@ -234,7 +234,7 @@ class _Runs:
         if self._last in self._here:
             losses: list[MicroBatchLoss] = [ends[number, self._last][1] for number in range(len(batches))]
             run.losses = [one._replace(value=one.value.detach()) for one in losses]
-            run.result = combined(run.losses, None, is_sum=self._is_sum)
+            run.result = batch_loss(run.losses, None, is_sum=self._is_sum)
         for number in range(len(batches)):
             for stage in reversed(self._here):
                 received, output = ends.pop((number, stage))
@@ -312,6 +312,6 @@ def _dims(apart: Sequence[Any], together: Any) -> list[int | None] | None:
     dims = None if any(one is None for one in (*apart, together)) else row_dims(apart[0], together)
     if dims is None:
         return None
-    pairs = zip(tensors(join(apart, dims, [1.0] * len(apart))), tensors(together), strict=True)
+    pairs = zip(tensors(join_rows(apart, dims, [1.0] * len(apart))), tensors(together), strict=True)
     off = (difference(Compared("rows", t, w)) > _LOW_LIMIT for t, w in pairs if t.dim())
     return None if any(off) else dims

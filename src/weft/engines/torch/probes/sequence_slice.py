@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from weft.engines.probes import Compared, OnlyInParts
 from weft.engines.torch.parallel.sequence_exchange import SequenceRanks
-from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, difference, returned
+from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, difference, returned_tensors
 from weft.engines.torch.probes.no_trace import no_trace
 from weft.engines.torch.probes.observed import WithoutDropout
 from weft.tensors.nested import leaves, map_leaves, map_tensors, tensors
@@ -146,7 +146,7 @@ class SlicedSequences:
 
     def _returned(self, name: str, call: Any, *, whole: bool) -> list[torch.Tensor]:
         with no_trace(self.units[name]):  # all begin with the same random states and attributes
-            return returned(self._call(name, *call, whole=whole), numbers=False)
+            return returned_tensors(self._call(name, *call, whole=whole), numbers=False)
 
     def _call(self, name: str, args: Any, kwargs: Any, *, whole: bool) -> Any:
         module = self.units[name]

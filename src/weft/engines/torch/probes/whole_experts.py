@@ -22,7 +22,7 @@ from weft import torch_internals
 from weft.engines.probes import Compared
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
-from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, returned
+from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, returned_tensors
 from weft.engines.torch.probes.no_trace import copied, no_trace
 from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.engines.torch.probes.same_draws import SameDraws
@@ -183,7 +183,7 @@ class SplitRows(ExpertUnits):
                 output = functional_call(unit, held | own, *map_tensors(leaf, copied(call)))
                 kept = [value for part in unit.modules() for n, value in vars(part).items() if n not in _OF_TORCH]
                 left = [t for t in tensors(kept) if t.requires_grad and not t.is_leaf]
-            return [*returned(output, numbers=False), *left], own
+            return [*returned_tensors(output, numbers=False), *left], own
 
         autocast = torch.autocast(device_type, enabled=False)
         with self._undivided(name), torch.autograd.graph.saved_tensors_hooks(_same, _same), autocast:

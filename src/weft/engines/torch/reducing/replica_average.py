@@ -138,7 +138,7 @@ class ReplicaAverage:
         if used is not None:
             for p, count in zip(trained.values(), used.tolist(), strict=True):
                 if not count:
-                    p.grad = None  # nobody used it
+                    p.grad = None  # no replica used it
 
     def _without(self, trained: Mapping[str, nn.Parameter]) -> list[str]:
         """The names of those that this backward pass has given no gradient, to this replica."""

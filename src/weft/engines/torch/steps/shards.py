@@ -28,7 +28,7 @@ from weft.engines.options import StepMeshes
 from weft.engines.torch.steps.state_layout import StateLayout, state_layout
 from weft.engines.torch.steps.swapped import StepsOnOthers, after_closure
 from weft.errors import ContractError, listed
-from weft.tensors.blocks import cut_as, laid_as, sharded_as
+from weft.tensors.blocks import cut_as, redistributed_as, sharded_as
 from weft.tensors.dtensor import local
 from weft.tensors.pairwise import PairGather, as_real
 
@@ -140,7 +140,7 @@ class _Shard(ParameterShard):
         if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != self._sharded.shape:
             return value
         alike = isinstance(value, DTensor) and value.placements == self._sharded.placements
-        return local(value if alike else laid_as(value, self.parameter))
+        return local(value if alike else redistributed_as(value, self.parameter))
 
 
 class _Rows(ParameterShard):
@@ -274,7 +274,7 @@ class PartitionedStep(StepsOnOthers):
             state = {} if optimizer is None or isinstance(part, _Shard) else optimizer.state.get(part.parameter, {})
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim():
-                    state[key] = laid_as(value, part.parameter)
+                    state[key] = redistributed_as(value, part.parameter)
         self._parts = []
         self.release()
 

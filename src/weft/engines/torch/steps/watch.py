@@ -82,7 +82,7 @@ class Steps:
             owner: The strategy.
             group: Its ranks.
             peers: The same ones.
-            module: Whose parameters an optimizer may hold that nobody has named; None: every one is attached.
+            module: Whose parameters an optimizer may hold that weft was not given; None: every one is attached.
         """
         self.number = 0
         self.changed = False

@@ -1,4 +1,4 @@
-"""What a parameter is between the calls of its part: on meta, and an error for whoever computes with it.
+"""What a parameter is between the calls of its part: on meta, and computing with it is an error.
 
 torch multiplies by a matrix on meta without an error, and returns memory that was never written.
 """
