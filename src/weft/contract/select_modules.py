@@ -1,7 +1,7 @@
 """Choose parts of a module by class, name, size, question or hand.
 
 Transforms that treat some parts of a module separately (`fully_shard(units=...)`, `recompute(blocks=...)`,
-`compiled(blocks=...)`) let the user say which in the same ways. Whether parts may lie inside each
+`compile(blocks=...)`) let the user say which in the same ways. Whether parts may lie inside each
 other is for the transform to decide: `select_apart` allows none.
 """
 

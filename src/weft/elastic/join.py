@@ -53,8 +53,8 @@ def send_state(
 def receive_state(source: int, replicas: ReplicaGroup, *, began: int) -> Received | None:
     """Receive a state, and change nothing yet; None if a replica was lost.
 
-    `began` stands for torch's random state with which a replica has begun. If all began with the same, they continue with
-    the same; otherwise each one draws numbers of its own.
+    `began` stands for torch's random state with which a replica has begun. If all began with the same, they continue
+    with the same; otherwise each one draws numbers of its own.
     """
     length = torch.zeros(1, dtype=torch.int64)
     if not replicas.receive(length, source):

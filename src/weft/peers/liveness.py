@@ -188,7 +188,7 @@ def part(world: World, error: BaseException | None = None) -> None:
 def report_failure(world: World, error: BaseException) -> None:
     """Report an error of this rank to the others, which they would otherwise wait for in a collective.
 
-    For errors that torch does not know of: a rank that waits in a collective to which this one does not come ends with a
+    For errors that torch does not know of: a rank in a collective to which this one does not come ends with a
     `PeerError` that has the text. Nothing happens to ranks that do not wait, to those that had an error of their own,
     and if this rank continues and begins another collective. Does not wait.
     """

@@ -142,7 +142,7 @@ class Quorums:
                 self.early.append(name)
 
     def _is_sure(self, name: str, end: LoopPosition) -> bool:
-        """Whether no replica has gone past it: none has vanished, or another one agrees, or those that did are behind."""
+        """Whether none has gone past it: none has vanished, or another one agrees, or those that did are behind."""
         agrees = any(n != name and not loop.inside and loop.step == end.step for n, loop in self.loops.items())
         return self.vanished is None or agrees or (end.whole and self.vanished < end.step)
 

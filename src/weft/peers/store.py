@@ -1,4 +1,4 @@
-"""`RankStore`: the key-value store of a job, whose requests have a time limit and whose values no other program can write.
+"""`RankStore`: the key-value store of a job, whose requests have a time limit and whose values strangers cannot write.
 
 torch's clients wait for an answer of the store without a limit. A store whose process is stopped, or that is cut off,
 would hold every rank that uses it, and with them the very ranks that could say who is to blame. So each request has a
@@ -7,7 +7,7 @@ when one has passed. What waits for an answer then ends with an error, as do all
 
 [Note: the secret] torch's store lets anyone who reaches its port read, write and delete everything. A job that has a
 secret keeps its keys below a prefix that follows from it, and each value begins with an HMAC of name and value. What
-does not fit is taken for absent: it is of a stranger. Messages are in queues of the store, whose names cannot be listed:
+does not fit is taken for absent: it is of a stranger. Messages are in queues of the store; its names cannot be listed:
 they can be neither seen nor removed.
 
 [Note: waiting] Who waits for a key asks once: the store answers when it is there. torch's client holds its connection

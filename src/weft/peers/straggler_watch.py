@@ -17,7 +17,7 @@ rank is found only this way: of such messages the ranks of a group have differen
 is hidden in C++: it waits if its thread takes no CPU time.
 
 A second thread, the guard, never asks the store anything: it ends questions that the store does not answer, those of
-the watch included, see board.py.
+the watch included, see store.py.
 
 [Note: the watch] Keys, below the prefix of a root:
     watch/asked      grows while somebody waits at a meeting

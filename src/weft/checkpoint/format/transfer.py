@@ -49,7 +49,7 @@ def read_blocks(files: TensorFiles, wanted: Iterable[Transfer], *, num_threads: 
         ValueError: Values do not fit into another dtype.
         OSError: A file cannot be read.
     """
-    ordered = sorted(wanted, key=lambda one: (-one.stored.dtype.itemsize, one.stored.key))  # as `file_head` has it
+    ordered = sorted(wanted, key=lambda one: (-one.stored.dtype.itemsize, one.stored.key))  # as `file_header` has it
     rest = iter(ordered)  # of all threads
     far = {one.out.device.type for one in ordered} - {"cpu"}
     here = torch.accelerator.current_accelerator() if far and torch.accelerator.is_available() else None

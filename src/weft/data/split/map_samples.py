@@ -1,7 +1,7 @@
 """What a loader's own machinery reads from: map-style datasets, and what is put around any dataset.
 
 The `DataLoader` of torch does the work: workers, collating, pinning. It is handed a view of the user's
-loader in which dataset and sampler are those of this file or of streams.py. What was asked for is noted
+loader in which dataset and sampler are those of this file or of stream_samples.py. What was asked for is noted
 in a queue (`BatchInfo`), so that it is known which samples each batch holds.
 """
 

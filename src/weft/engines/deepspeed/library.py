@@ -86,7 +86,7 @@ def check_accelerator(device: torch.device) -> None:
 
 
 def load_async_io() -> None:
-    """Load the extension that reads and writes disks; compile it first, which takes minutes, if it was not compiled yet.
+    """Load the extension that reads and writes disks; compile it first, which takes minutes, if needed.
 
     Raises:
         MissingExtra: A library or the compiler is missing, or compiling failed.

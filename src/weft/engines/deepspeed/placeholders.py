@@ -1,8 +1,8 @@
 """What stands in `p.grad` for gradients that lie in DeepSpeed's buffers.
 
 [Note: the truth is in p.grad] As in torch, `p.grad` says what gradient a parameter has. Between backward
-passes it holds a `CutGradient` in place of one that lies in DeepSpeed's buffers. Setting it to None, by
-`zero_grad`, a policy for gradients that are not finite, the user, drops the gradient: this is seen at the
+passes it holds a `CutGradient` in place of one that lies in DeepSpeed's buffers. Setting it to None, as
+`zero_grad`, a policy for gradients that are not finite or the user does, drops the gradient: this is seen at the
 next backward pass or step. After a step it is one that is spent, so that a forgotten `zero_grad` is seen.
 """
 

@@ -76,7 +76,7 @@ class RowProbe:
     ) -> list[float]:
         """Relative differences, or 0 where there is none but rounding; nothing if this call is not measured.
 
-        Of the gradients in each stage and of the loss, separately and together; and of the loss of one micro-batch, with
+        Of the gradients in each stage and of the loss, separately and together; of the loss of one micro-batch, with
         all layers on one rank and on several.
 
         Collectives: one all-gather of two numbers; what leaves stages and comes back, and one all-reduce of a number
