@@ -50,6 +50,7 @@ def close_connections(which: Callable[[int, int], bool]) -> None:
     for each in _sockets():
         with contextlib.suppress(OSError):
             if which(each.getsockname()[1], each.getpeername()[1]):
+                # Ends the connection itself and wakes the thread that waits in it; `close` would only drop this copy.
                 each.shutdown(socket.SHUT_RDWR)
 
 
