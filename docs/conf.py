@@ -57,7 +57,7 @@ nitpick_ignore_regex = [
     # Type variables, and what is not public.
     (
         "py:class",
-        r"weft\..*\.(_\w+|[A-Z]|WindowSplitter|WindowSync|MicroBatches|MemoryCopy)",
+        r"weft\..*\.(_\w+|[A-Z]|WindowSplitter|WindowSync|WindowBatches|MemoryCopy)",
     ),
     ("py:class", r"weft\..*\.(Engine|TorchEngine|World|ReplicaGroup)"),
 ]

@@ -54,7 +54,7 @@ class Averages:
         counted = self._calls - self._start
         if counted <= 0 or counted % self._every:
             return
-        self._held.take(self._weight() if self.num_averaged else 1.0)
+        self._held.update(self._weight() if self.num_averaged else 1.0)
         self.num_averaged += 1
 
     @contextlib.contextmanager
@@ -144,7 +144,7 @@ class Averages:
     def _refresh(self) -> None:
         """As long as there is no average, the weights stand in for it."""
         if self.num_averaged == 0:
-            self._held.take(1.0)
+            self._held.update(1.0)
 
     def _weight(self) -> float:
         """How much of the new weights goes in."""
