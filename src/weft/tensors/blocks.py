@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft import torch_internals
-from weft.tensors.dtensor import is_sharded, local
+from weft.tensors.dtensor import is_sharded
 
 
 class Block(NamedTuple):
@@ -65,7 +65,7 @@ def hold(name: str, tensor: torch.Tensor) -> Held:
     if not is_sharded(tensor):
         return Held(name, tensor, is_sharded=False, block=whole(tensor.shape), local=tensor.detach())
     block = block_of(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Held(name, tensor, is_sharded=True, block=block, local=local(tensor))
+    return Held(name, tensor, is_sharded=True, block=block, local=tensor.detach().to_local())
 
 
 def whole(shape: Iterable[int]) -> Block:

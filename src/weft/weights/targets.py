@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.checkpoint.state.collect import check_memory, is_extra, plain_name
+from weft.checkpoint.format.tensor_blocks import check_memory
+from weft.checkpoint.state.collect import is_extra, plain_name
 from weft.checks import check_module, check_not_lazy
 from weft.context import DistContext
 from weft.context.placement import value_device, values_replaced

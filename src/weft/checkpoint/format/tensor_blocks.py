@@ -15,11 +15,16 @@ from weft.tensors.blocks import Held, hold
 from weft.tensors.quantized import is_wrapped
 
 
-def hold_savable(name: str, tensor: torch.Tensor) -> Held:
+def hold_savable(name: str, tensor: torch.Tensor, *, in_place: bool = False) -> Held:
     """What this rank holds of a tensor that is to be written into a file.
 
+    Args:
+        name: In the state.
+        tensor: Which.
+        in_place: Whether restoring writes into its memory.
+
     Raises:
-        TypeError: Its dtype or layout has no place in the format; the text names it.
+        TypeError: Its dtype or layout has no place in the format, or its memory takes no values; the text names it.
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES or tensor.layout is not torch.strided or is_lazy(tensor):
@@ -33,6 +38,8 @@ def hold_savable(name: str, tensor: torch.Tensor) -> Held:
             if is_lazy(tensor)
             else "leave it out of state_dict(), or convert it there",
         )
+    if in_place:
+        check_memory("save", name, tensor)
     held = hold(name, tensor)
     if is_wrapped(held.local):
         raise type_error(
@@ -42,6 +49,21 @@ def hold_savable(name: str, tensor: torch.Tensor) -> Held:
             fix='weft.quantized(model, ctx, "nf4")  # of the plain model; or "int8", engine="bitsandbytes"',
         )
     return held
+
+
+def check_memory(what: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise if values could not be put into a tensor, as with those of `expand`.
+
+    Raises:
+        TypeError: Several of its elements are one place in memory; the text names it.
+    """
+    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise type_error(
+            f"{what}: {name} could not be restored",
+            found=f"shape {tuple(tensor.shape)} with strides {tensor.stride()}: elements that share memory",
+            expected="memory of its own for each element",
+            fix='self.register_buffer("name", value.expand(shape).clone())',
+        )
 
 
 def holders(tensors: Iterable[Held], ctx: DistContext) -> dict[str, tuple[int, ...]]:

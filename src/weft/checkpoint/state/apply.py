@@ -347,10 +347,11 @@ def _load_object(obj: Any, loaded: Any, undo: contextlib.ExitStack) -> None:
                 part = obj.get_submodule(here[name].rpartition(".")[0])
                 undo.callback(part.set_extra_state, _copied(part.get_extra_state()))
                 part.set_extra_state(value)
-        for name, offer in kept_by(obj, Stateful).items():
+        with_state, with_order = kept_by(obj, Stateful), kept_by(obj, KeepsOrder)
+        for name, offer in with_state.items():
             if name in loaded["transforms"]:
                 _load(offer, loaded["transforms"][name], undo)
-        for name, one in kept_by(obj, KeepsOrder).items():
+        for name, one in with_order.items():
             before = one.sum_order()
             undo.callback(one.resume_order, [] if before is None else [before])
             one.resume_order(loaded.get("orders", {}).get(name, []))
