@@ -21,8 +21,7 @@ from weft.contract.select_modules import Names
 from weft.tensors.blocks import whole
 from weft.weights.adapter_files import names_in_module
 from weft.weights.assign import Placement, renamed
-from weft.weights.hf_layout import chosen_tensors
-from weft.weights.sources import floating_dtype, from_path
+from weft.weights.sources import chosen_tensors, floating_dtype, from_path
 from weft.weights.stored_names import as_named_now
 
 

@@ -19,8 +19,7 @@ from weft.engines.deepspeed import internals
 from weft.engines.deepspeed.backward import BackwardPasses
 from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.library import GroupView, lent
-from weft.engines.deepspeed.optimizer_state import OptimizerState
-from weft.engines.deepspeed.parameters import Parameters
+from weft.engines.deepspeed.parameters import OptimizerState, Parameters
 from weft.engines.deepspeed.placeholders import StandIns
 from weft.engines.deepspeed.step import Step
 from weft.engines.peers import Peers

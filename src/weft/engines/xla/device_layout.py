@@ -1,8 +1,12 @@
-"""Which device holds which part of a tensor: the strategies as layouts, see [Note: one view].
+"""Which device holds which part of a tensor: the strategies as layouts, see [Note: one view]; and where a step ends.
 
 [Note: marks get lost] XLA keeps the layout with the values of a tensor. What is copied in from elsewhere, and the
 state that an optimizer makes in its first step or loads, comes without; so the layout of each parameter and
 of its state is kept beside the parameter, and laid on again.
+
+[Note: one graph per step] XLA collects operations and runs nothing until it is told to, or until a value is looked
+at. All of a step is one graph here: it ends when an optimizer of tensors on XLA has stepped. A window of
+micro-batches is one graph as well, and a shorter last window is another one.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from weft.engines.xla import internals
 from weft.engines.xla.library import Library
@@ -90,6 +95,27 @@ def lay_state(lib: Library, mesh: Any, optimizer: torch.optim.Optimizer) -> None
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.device.type == "xla" and value.shape == parameter.shape:
                 mark(lib, mesh, value, kept.state)
+
+
+class StepEnd:
+    """A hook on all optimizers, also those that are made later; others than those of XLA are left alone."""
+
+    def __init__(self, lib: Library, mesh: Any) -> None:
+        self._lib = lib
+        self._mesh = mesh
+        self._handle = register_optimizer_step_post_hook(self._after_step)
+
+    def release(self) -> None:
+        """Take the hook off."""
+        self._handle.remove()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(p.device.type == "xla" for group in optimizer.param_groups for p in group["params"]):
+            return
+        if self._mesh is not None:
+            # State that this step has made, while it is a part of the graph; see [Note: marks get lost].
+            lay_state(self._lib, self._mesh, optimizer)
+        self._lib.torch_xla.sync()
 
 
 def plans_of(tensor: torch.Tensor) -> _Kept | None:

@@ -12,11 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from weft.engines.options import (
-    RecomputeOptions,
-    ReduceOptions,
-    ShardOptions,
-)
+from weft.engines.options import RecomputeOptions, ReduceOptions, ShardOptions
 from weft.engines.peers import Peers
 from weft.engines.results import ReducedModule, Undoable
 from weft.engines.torch.engine import TorchEngine

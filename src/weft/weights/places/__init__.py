@@ -6,8 +6,3 @@ choose_places.py   which unit goes where, and the room that streaming takes
 plan_placement.py  `plan_placement`, and the plan as a value
 placed_tensors.py  the tensors of a module on their way there, and back
 """
-
-from weft.weights.places.module_sizes import module_sizes
-from weft.weights.places.plan_placement import PlacedUnit, PlacementPlan, plan_placement
-
-__all__ = ["PlacedUnit", "PlacementPlan", "module_sizes", "plan_placement"]

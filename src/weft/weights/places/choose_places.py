@@ -7,6 +7,7 @@ Of units of one size those that stay lie evenly among those that are streamed, w
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -91,16 +92,13 @@ def _balanced(units: Sequence[PlaceUnit], fast: dict[str, int], balance: str) ->
 
 def _least(units: Sequence[PlaceUnit], places: Sequence[str], caps: dict[str, int]) -> int:
     """The smallest limit for some places with which everything still fits."""
-    low, high = 0, sum(unit.size for unit in units)
     every = set(range(len(units)))
-    while low < high:
-        middle = (low + high) // 2
-        tried = caps | {place: min(caps[place], middle) for place in places}
-        if _packed(units, every, tried, in_order=True) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+
+    def fits(limit: int) -> bool:
+        tried = caps | {place: min(caps[place], limit) for place in places}
+        return _packed(units, every, tried, in_order=True) is not None
+
+    return bisect.bisect_left(range(sum(unit.size for unit in units)), True, key=fits)  # noqa: FBT003
 
 
 # -- some are streamed -------------------------------------------------------------------------------

@@ -205,8 +205,7 @@ def _load(
     def rest() -> Placement:
         names = [name for name, _ in module.named_parameters()] + [name for name, _ in module.named_buffers()]
         own = {name for name in names if name.rpartition(".")[0] not in layers}
-        named = as_named_now(from_path("quantized", path, "model"), module)
-        left = renamed(named, lambda name: name if name in own else None)
+        left = renamed(source, lambda name: name if name in own else None)
         return Placement(module, left, ctx, elsewhere={}, strict=True, dtype=compute, within=own)
 
     try:
@@ -251,8 +250,6 @@ def _swap(
         if made.bias is not None:
             made.bias.requires_grad_(layer.bias.requires_grad)
         module.set_submodule(name, made)
-    if source is not None:
-        source.files.close()
 
 
 def _read(source: Source, name: str, dtype: torch.dtype) -> torch.Tensor:
