@@ -116,11 +116,7 @@ def load_weights(
     def work(found: Path) -> Placement:
         placement = on_all("load_weights", ctx, lambda: settled(found))
         ctx.agree("load_weights", placement.facts())
-        try:
-            on_all("load_weights", ctx, placement.read)
-        except BaseException:
-            placement.undo()
-            raise
+        placement.read("load_weights")
         return placement
 
     placement = with_newest("load_weights", place(path), ctx, work)

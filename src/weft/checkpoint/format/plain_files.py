@@ -13,7 +13,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +25,6 @@ from weft.checkpoint.format.hashes import new_hash
 _BLOCK = 2**20  # bytes; fits into the caches of a core
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 _PAUSES_S = (0.01, 0.05, 0.2)  # before a read that returned nothing is tried again
-_MOST_NESTED = 700  # values of a state may be 200 deep, three times as deep in JSON
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|([\[{])|[\]}]')
 
 
 def raise_if_unreadable(error: Exception) -> None:
@@ -152,22 +149,13 @@ def parse_json(text: bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | N
 
     Raises:
         ValueError: It is no JSON, or nested too deep.
-        RecursionError: This program is too deep in its own stack to read it.
     """
     try:
         return json.loads(text, object_pairs_hook=pairs)
+    except RecursionError:  # because of this stack?
+        with ThreadPoolExecutor(1) as threads:  # whose stack is empty
+            alone = threads.submit(json.loads, text, object_pairs_hook=pairs)
+    try:
+        return alone.result()
     except RecursionError:
-        if _nesting(text) > _MOST_NESTED:
-            raise ValueError(f"values in each other, more than {_MOST_NESTED} deep") from None
-    with ThreadPoolExecutor(1) as threads:  # whose stack is empty
-        return threads.submit(json.loads, text, object_pairs_hook=pairs).result()
-
-
-def _nesting(text: bytes) -> int:
-    """How deep values lie in each other."""
-    depth = most = 0
-    for found in _BRACKETS.finditer(text):
-        if not found[0].startswith(b'"'):
-            depth += 1 if found[1] else -1
-            most = max(most, depth)
-    return most
+        raise ValueError("values in each other, too deep to be read") from None

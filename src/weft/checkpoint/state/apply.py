@@ -256,8 +256,7 @@ def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Sou
                 is_like = entry.shape[1:] == layout.shape
                 own = layout if is_like else hold("", torch.empty(entry.shape[1:], dtype=getattr(torch, entry.dtype)))
                 stacked = reader.request(name, hold("", offer.stacked(own.tensor)))
-                found: torch.Tensor = sharded_as(local(stacked)[0], own.tensor)
-                return found
+                return sharded_as(local(stacked)[0], own.tensor)
             cut = entry.shape and entry.shape == layout.shape and not owning
             return reader.request(name, layout if cut else None)
 

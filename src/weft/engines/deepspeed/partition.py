@@ -88,16 +88,9 @@ class Partition:
         self._state = OptimizerState(parameters, buffers)
         self._names = {p: name for name, p in module.named_parameters() if p in buffers.places}
         self._stand_ins = StandIns(type(module).__name__, self._names, buffers, view)
-        self._passes = BackwardPasses(
-            self._names,
-            buffers,
-            self._stand_ins,
-            stage=options.stage,
-            peers=options.peers,
-            view=view,
-            shared=SharedBuffers(module) if options.buffers and any(True for _ in module.buffers()) else None,
-        )
-        self._step = Step(engine, groups, self._names, buffers, self._stand_ins, watches=options.stage < 3)
+        shared = SharedBuffers(module) if options.buffers and any(True for _ in module.buffers()) else None
+        self._passes = BackwardPasses(self._stand_ins, options.stage, options.peers, shared)
+        self._step = Step(engine, groups, self._stand_ins, watches=options.stage < 3)
         assert view.group is not None
         self._steps = Steps("zero_partition", self, view.group, options.peers)
         self._removable = Removable()

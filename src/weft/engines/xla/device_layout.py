@@ -43,8 +43,7 @@ class Laid:
 
     mean_over = 1
 
-    def __init__(self, lib: Library, mesh: Any, module: nn.Module, axes: Sequence[str], cut: str) -> None:
-        self._lib = lib
+    def __init__(self, mesh: Any, module: nn.Module, axes: Sequence[str], cut: str) -> None:
         self._mesh = mesh
         self._module = weakref.ref(module)
         over = tuple(name for name in axes if mesh.shape()[name] > 1)[-1:]
@@ -54,7 +53,7 @@ class Laid:
             if over and isinstance(tensor, nn.Parameter):
                 parts = _cut(tuple(tensor.shape), over, mesh.shape()[over[0]])
             vars(tensor)[_KEPT] = _Kept(parts if cut == "all" else whole, parts if cut in ("all", "state") else None)
-        lay(lib, mesh, [module])
+        lay(mesh, [module])
 
     # Gradients are sums over the batch of all devices in every backward; there is nothing to switch.
 
@@ -72,21 +71,21 @@ class Laid:
         module = self._module()
         for tensor in _tensors(module) if module is not None else ():
             vars(tensor).pop(_KEPT, None)
-            mark(self._lib, self._mesh, tensor, (None,) * tensor.dim())
+            mark(self._mesh, tensor, (None,) * tensor.dim())
 
 
-def lay(lib: Library, mesh: Any, objects: Iterable[object]) -> None:
+def lay(mesh: Any, objects: Iterable[object]) -> None:
     """Lay the modules and optimizers among `objects` out as it was decided for them."""
     for obj in objects:
         if isinstance(obj, nn.Module):
             for tensor in _tensors(obj):
                 if kept := plans_of(tensor):
-                    mark(lib, mesh, tensor, kept.own)
+                    mark(mesh, tensor, kept.own)
         elif isinstance(obj, torch.optim.Optimizer):
-            lay_state(lib, mesh, obj)
+            lay_state(mesh, obj)
 
 
-def lay_state(lib: Library, mesh: Any, optimizer: torch.optim.Optimizer) -> None:
+def lay_state(mesh: Any, optimizer: torch.optim.Optimizer) -> None:
     """Lay out what an optimizer keeps of the shape of its parameters."""
     for parameter, state in optimizer.state.items():
         kept = plans_of(parameter) if isinstance(parameter, torch.Tensor) else None
@@ -94,7 +93,7 @@ def lay_state(lib: Library, mesh: Any, optimizer: torch.optim.Optimizer) -> None
             continue
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.device.type == "xla" and value.shape == parameter.shape:
-                mark(lib, mesh, value, kept.state)
+                mark(mesh, value, kept.state)
 
 
 class StepEnd:
@@ -114,7 +113,7 @@ class StepEnd:
             return
         if self._mesh is not None:
             # State that this step has made, while it is a part of the graph; see [Note: marks get lost].
-            lay_state(self._lib, self._mesh, optimizer)
+            lay_state(self._mesh, optimizer)
         self._lib.torch_xla.sync()
 
 
@@ -124,7 +123,7 @@ def plans_of(tensor: torch.Tensor) -> _Kept | None:
     return found
 
 
-def mark(lib: Library, mesh: Any, tensor: torch.Tensor, plan: Plan) -> None:
+def mark(mesh: Any, tensor: torch.Tensor, plan: Plan) -> None:
     """Lay a tensor out; nothing happens if it is so already."""
     layout = mesh.get_op_sharding(plan)
     values = tensor.detach()

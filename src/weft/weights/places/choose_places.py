@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from weft.weights.places.place_units import PlaceUnit
@@ -107,7 +108,7 @@ def _least(units: Sequence[PlaceUnit], places: Sequence[str], caps: dict[str, in
 def _streaming(units: Sequence[PlaceUnit], fast: Mapping[str, int], slow: Mapping[str, int]) -> Iterator[Choice | None]:
     """A choice for each size of the slot and each order in which units are given what is left."""
     for room in sorted({unit.slot for unit in units if not unit.fixed}):
-        for fill in (_largest_first, _smallest_first, _in_order):
+        for fill in (partial(_by_size, largest_first=True), partial(_by_size, largest_first=False), _in_order):
             yield _with_room(units, fast, slow, room, fill)
 
 
@@ -156,18 +157,10 @@ def _as_fits(units: Sequence[PlaceUnit], stay: set[int], must: set[int], left: M
     return places
 
 
-def _largest_first(units: Sequence[PlaceUnit], free: Sequence[int], space: int) -> set[int]:
-    return _by_size(units, free, space, sorted({units[i].parameters for i in free}, reverse=True))
-
-
-def _smallest_first(units: Sequence[PlaceUnit], free: Sequence[int], space: int) -> set[int]:
-    return _by_size(units, free, space, sorted({units[i].parameters for i in free}))
-
-
-def _by_size(units: Sequence[PlaceUnit], free: Sequence[int], space: int, sizes: Sequence[int]) -> set[int]:
+def _by_size(units: Sequence[PlaceUnit], free: Sequence[int], space: int, *, largest_first: bool) -> set[int]:
     """As many units as fit, size by size; of one size, spread over the module."""
     stay: set[int] = set()
-    for size in sizes:
+    for size in sorted({units[i].parameters for i in free}, reverse=largest_first):
         alike = [i for i in free if units[i].parameters == size]
         count = min(len(alike), space // size) if size else len(alike)
         stay |= {i for at, i in enumerate(alike) if (at + 1) * count // len(alike) > at * count // len(alike)}

@@ -211,11 +211,7 @@ def _load(
     try:
         on_all("quantized", ctx, lambda: _swap(module, layers, source, how, compute, ctx))
         placement = on_all("quantized", ctx, rest)
-        try:
-            on_all("quantized", ctx, placement.read)
-        except BaseException:
-            placement.undo()
-            raise
+        placement.read("quantized")
     except BaseException:
         for name, layer in layers.items():
             module.set_submodule(name, layer)
