@@ -1,6 +1,7 @@
 """Weights: read, written, placed, tied. What needs PEFT, bitsandbytes or torchao is in tests/interop."""
 
 import glob
+import importlib
 import json
 import shlex
 import sys
@@ -318,7 +319,7 @@ def test_nothing_to_export(tmp_path):
 
 def test_an_index_that_is_too_large(tmp_path, monkeypatch):
     path, out = _saved(tmp_path / "run"), tmp_path / "out"
-    monkeypatch.setattr("weft.weights.export.MAX_INDEX_BYTES", 10)
+    monkeypatch.setattr(importlib.import_module("weft.weights.export"), "MAX_INDEX_BYTES", 10)
     with told("weights/export.py", "index would be too large") as it:
         weft.export(path, out, max_shard_size="100B")
     it.run(path=path, out=out)

@@ -106,15 +106,19 @@ def export(
         else:
             chosen = chosen_tensors("export", source, filter, option="filter")
         tensors = renamed_tensors(chosen, wanted, rename)
-        layout = Layout(tensors, name, limit=most)
+        shards = _shards(tensors, name, limit=most)
+        texts = {f"{name}.safetensors.index.json": _index(tensors, shards)} if len(shards) > 1 else {}
+        if adapter is not None:
+            texts[CONFIG] = (json.dumps(adapter.config, indent=2, sort_keys=True) + "\n").encode()
         with published(Path(out), source.path, name) as hidden:
             source.verify(tensor.stored for tensor in tensors.values())
-            layout.write(hidden, source.files)
-            if adapter is not None:
-                config = json.dumps(adapter.config, indent=2, sort_keys=True) + "\n"
-                write_bytes(hidden / CONFIG, config.encode())
+            for file, names in shards.items():
+                with new_file(hidden / file) as opened:
+                    write_parts(opened, _parts(tensors, names, source.files))
+            for file, text in texts.items():
+                write_bytes(hidden / file, text)
         source.files.close()
-        return layout.files() + ([CONFIG] if adapter is not None else [])
+        return [*shards, *texts]
 
     return tuple(Path(out) / file for file in with_newest("export", place(path), local(), write))
 
@@ -136,55 +140,6 @@ class Tensor(NamedTuple):
     def on_meta(self) -> torch.Tensor:
         """A tensor of its shape and dtype."""
         return torch.empty(self.stored.entry.shape, dtype=self.dtype, device="meta")
-
-
-class Layout:
-    """Which tensors are written into which file."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], name: str, *, limit: int) -> None:
-        self._tensors = tensors
-        shards = _shards(tensors, limit)
-        many = len(shards)
-        self._names = {f"{name}-{number:05d}-of-{many:05d}.safetensors": one for number, one in enumerate(shards, 1)}
-        if many == 1:
-            self._names = {f"{name}.safetensors": shards[0]}
-        self._index = [f"{name}.safetensors.index.json"] if many > 1 else []
-
-    def files(self) -> list[str]:
-        """Names of the files, the index last."""
-        return [*self._names, *self._index]
-
-    def write(self, folder: Path, source: TensorFiles) -> None:
-        """Write everything, and wait until it is on the disk.
-
-        Raises:
-            CheckpointError: The index, or a header, could not be read again.
-            OSError: Writing or reading failed.
-        """
-        places = {name: shard for shard, names in self._names.items() for name in names}
-        size = sum(one.size for one in self._tensors.values())
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-        text = (json.dumps(index, indent=2) + "\n").encode()
-        if self._index and len(text) > MAX_INDEX_BYTES:
-            raise CheckpointError(
-                "export: the index would be too large",
-                found=f"{len(text)} bytes for {len(places)} tensors",
-                expected=f"at most {MAX_INDEX_BYTES} bytes, or it could not be read again",
-                fix='weft.export(path, out, max_shard_size="10TB")  # one file, which has no index',
-            )
-        for file, names in self._names.items():
-            head, order = file_head({name: self._tensors[name].on_meta() for name in names}, {"format": "pt"})
-            with new_file(folder / file) as opened:
-                write_parts(opened, self._bytes(head, order, source))
-        for file in self._index:
-            write_bytes(folder / file, text)
-
-    def _bytes(self, head: bytes, order: list[str], source: TensorFiles) -> Iterator[Any]:
-        yield head
-        for name in order:
-            stored, dtype = self._tensors[name]
-            for _, values in in_parts(source, stored, whole(stored.entry.shape), dtype):
-                yield memory_of(values)
 
 
 def check_names(name: object, rename: object) -> None:
@@ -231,14 +186,47 @@ def renamed_tensors(
     return found
 
 
-def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
-    """Fill files in the order of the module; what is larger than one gets its own."""
+def _shards(tensors: Mapping[str, Tensor], name: str, *, limit: int) -> dict[str, list[str]]:
+    """Which tensors are in which file, in the order of the module; what is larger than one file gets its own."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, tensor in tensors.items():
+    for key, tensor in tensors.items():
         if shards[-1] and filled + tensor.size > limit:
             shards.append([])
             filled = 0
-        shards[-1].append(name)
+        shards[-1].append(key)
         filled += tensor.size
-    return shards
+    many = len(shards)
+    if many == 1:
+        return {f"{name}.safetensors": shards[0]}
+    return {f"{name}-{number:05d}-of-{many:05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+
+
+def _index(tensors: Mapping[str, Tensor], shards: Mapping[str, list[str]]) -> bytes:
+    """Which file holds which tensor, as text.
+
+    Raises:
+        CheckpointError: It could not be read again.
+    """
+    places = {name: file for file, names in shards.items() for name in names}
+    size = sum(one.size for one in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    text = (json.dumps(index, indent=2) + "\n").encode()
+    if len(text) > MAX_INDEX_BYTES:
+        raise CheckpointError(
+            "export: the index would be too large",
+            found=f"{len(text)} bytes for {len(places)} tensors",
+            expected=f"at most {MAX_INDEX_BYTES} bytes, or it could not be read again",
+            fix='weft.export(path, out, max_shard_size="10TB")  # one file, which has no index',
+        )
+    return text
+
+
+def _parts(tensors: Mapping[str, Tensor], names: list[str], source: TensorFiles) -> Iterator[Any]:
+    """The bytes of a file of these tensors, a few megabytes at a time."""
+    head, order = file_head({name: tensors[name].on_meta() for name in names}, {"format": "pt"})
+    yield head
+    for name in order:
+        stored, dtype = tensors[name]
+        for _, values in in_parts(source, stored, whole(stored.entry.shape), dtype):
+            yield memory_of(values)
