@@ -26,16 +26,15 @@ def hold_savable(name: str, tensor: torch.Tensor, *, in_place: bool = False) -> 
     Raises:
         TypeError: Its dtype or layout has no place in the format, or its memory takes no values; the text names it.
     """
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES or tensor.layout is not torch.strided or is_lazy(tensor):
+    dtype, lazy = str(tensor.dtype).removeprefix("torch."), is_lazy(tensor)
+    if lazy or dtype not in DTYPES or tensor.layout is not torch.strided:
+        found = f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
         raise type_error(
             f"save: {name} cannot be saved",
-            found="a parameter without a shape"
-            if is_lazy(tensor)
-            else f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
+            found="a parameter without a shape" if lazy else found,
             expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
             fix="model(example_batch)  # a lazy module gets its parameters by the first call"
-            if is_lazy(tensor)
+            if lazy
             else "leave it out of state_dict(), or convert it there",
         )
     if in_place:

@@ -41,7 +41,7 @@ from weft.contract import KeepsOrder, OwnsState, Stateful, StepsApart, offered
 from weft.errors import CheckpointError, listed
 from weft.tensors.blocks import Held, cut_as, hold, sharded_as
 from weft.tensors.dtensor import is_sharded, local
-from weft.tensors.rng_state import generator_kind, generator_state, is_generator, prepare_generator
+from weft.tensors.rng_state import RngState, generator_kind, generator_state, is_generator, prepare_generator
 
 
 class Source(Protocol):
@@ -317,7 +317,7 @@ def load_objects(plan: Plan, ctx: DistContext, undo: contextlib.ExitStack) -> No
         OSError: A file cannot be read.
     """
     plan.reader.read_new()
-    undo.callback(random_states.prepare_random_state(random_states.random_state(ctx), ctx))
+    undo.callback(RngState.capture(ctx.device, ctx.engine).apply, ctx.device, ctx.engine)
     for key, loaded in plan.loaded.items():
         obj = plan.state.objects[key]
         try:
