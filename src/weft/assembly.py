@@ -57,7 +57,7 @@ class Assembled(Generic[M, O]):
         return "\n".join(self.lines)
 
 
-class _Settings(TypedDict, total=False):
+class _AssembleOptions(TypedDict, total=False):
     loader: Any
     precision: PolicyName | Precision | partial[Any] | None
     recompute: Selection | partial[Any] | None
@@ -68,11 +68,11 @@ class _Settings(TypedDict, total=False):
 
 @overload
 def assemble(
-    ctx: DistContext, *, model: M, optimizer: None = None, **settings: Unpack[_Settings]
+    ctx: DistContext, *, model: M, optimizer: None = None, **settings: Unpack[_AssembleOptions]
 ) -> tuple[Assembled[M], DistContext]: ...
 @overload
 def assemble(
-    ctx: DistContext, *, model: M, optimizer: Callable[[M], O], **settings: Unpack[_Settings]
+    ctx: DistContext, *, model: M, optimizer: Callable[[M], O], **settings: Unpack[_AssembleOptions]
 ) -> tuple[Assembled[M, O], DistContext]: ...
 def assemble(
     ctx: DistContext,

@@ -25,7 +25,7 @@ from weft.tensors.dtensor import is_sharded
 from weft.tensors.nested import tensors
 
 
-class Finding(NamedTuple):
+class MissingCall(NamedTuple):
     """Something that is missing, and the line that adds it."""
 
     found: str
@@ -59,7 +59,7 @@ def check(ctx: DistContext, *, model: object = None, optimizer: object = None, l
         >>> weft.check(ctx, model=model, optimizer=torch.optim.SGD(model.parameters()))
     """
     modules = list(_each(model, nn.Module))
-    findings: list[Finding] = []
+    findings: list[MissingCall] = []
     if ctx.restricted is not None:
         findings += _parts_alone(modules, model, ctx)
     else:
@@ -69,14 +69,14 @@ def check(ctx: DistContext, *, model: object = None, optimizer: object = None, l
     everyone = [findings]
     if ctx.restricted is None and ctx.world_size > 1 and ctx.world.store is not None:
         world = ctx.require_collective("check")
-        everyone = [[Finding(*one) for one in found] for found in exchange(world, "check", findings)]
+        everyone = [[MissingCall(*one) for one in found] for found in exchange(world, "check", findings)]
     if any(everyone):
         raise incomplete("check", everyone)
 
 
-def incomplete(what: str, everyone: Sequence[Sequence[Finding]]) -> ContractError:
+def incomplete(what: str, everyone: Sequence[Sequence[MissingCall]]) -> ContractError:
     """The error for what was found, by rank; of this rank alone, if it is the same on all."""
-    where: dict[Finding, list[int]] = {}
+    where: dict[MissingCall, list[int]] = {}
     for rank, found in enumerate(everyone):
         for finding in found:
             where.setdefault(finding, []).append(rank)
@@ -92,14 +92,14 @@ def incomplete(what: str, everyone: Sequence[Sequence[Finding]]) -> ContractErro
     )
 
 
-def find_loaders(loaders: Iterable[object], ctx: DistContext, *, sure: bool = False) -> list[Finding]:
+def find_loaders(loaders: Iterable[object], ctx: DistContext, *, sure: bool = False) -> list[MissingCall]:
     """The loaders of which every rank reads all, with `sure` only where that is certain; none with one rank."""
     found = []
     for loader in loaders if ctx.data_size > 1 else ():
         shared = any(record.name == "shard_data" for record in applied_to(loader)) or split_already(loader)
         if not shared and (not sure or _reads_all(loader)):
             found.append(
-                Finding(
+                MissingCall(
                     f"{type(loader).__name__} was not shared: each of {ctx.data_size} ranks reads all of it",
                     "a loader from which each rank gets its own part",
                     "loader, ctx = weft.shard_data(loader, ctx)  # already_sharded=True if each rank has its own data",
@@ -116,7 +116,7 @@ def _reads_all(loader: object) -> bool:
     return stock and (loader.batch_sampler is None or type(loader.batch_sampler) is data.BatchSampler)
 
 
-def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> list[Finding]:
+def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> list[MissingCall]:
     """The modules whose gradients are not averaged over all ranks that see different batches."""
     found = []
     for module in modules:
@@ -134,7 +134,7 @@ def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> list[Finding
             if 1 < over < size:
                 names = listed(dict.fromkeys(record.name for record in applied_to(part)))
                 found.append(
-                    Finding(
+                    MissingCall(
                         f"gradients of {kind} are averaged over {over} of {size} ranks ({names})",
                         f"a strategy over all ranks whose batches differ: {', '.join(axes)}",
                         f"model, ctx = weft.fully_shard(model, ctx, axis={axes!r})",
@@ -147,7 +147,7 @@ def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> list[Finding
         ]
         if alone:
             found.append(
-                Finding(
+                MissingCall(
                     f"no strategy for {kind}: each of {size} ranks trains {listed(alone)} for itself",
                     "a strategy that averages gradients over the ranks",
                     "model, ctx = weft.replicate(model, ctx)  # or weft.fully_shard, weft.zero_partition",
@@ -164,13 +164,13 @@ def _spans(parameter: nn.Parameter, axes: Sequence[str], ctx: DistContext) -> bo
     )
 
 
-def _dead_optimizers(modules: Sequence[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[Finding]:
+def _dead_optimizers(modules: Sequence[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[MissingCall]:
     if not modules or any(keeps.elsewhere for module in modules for keeps in offered(module, KeepsParameters)):
         return []
     held = {id(p) for module in modules for p in module.parameters()}
     kinds = listed(type(module).__name__ for module in modules)
     return [
-        Finding(
+        MissingCall(
             f"{type(one).__name__} holds none of the parameters of {kinds}",
             "an optimizer over the parameters as they are after the strategy, which may exchange them for shards",
             f"optimizer = {_called(type(one))}(model.parameters())  # after the strategy",
@@ -185,14 +185,14 @@ def _called(kind: type[torch.optim.Optimizer]) -> str:
     return f"torch.optim.{kind.__name__}" if kind is getattr(torch.optim, kind.__name__, None) else kind.__name__
 
 
-def _parts_alone(modules: Sequence[nn.Module], model: object, ctx: DistContext) -> list[Finding]:
+def _parts_alone(modules: Sequence[nn.Module], model: object, ctx: DistContext) -> list[MissingCall]:
     sharded = [name for module in modules for name, p in module.named_parameters() if is_sharded(p)]
     if not modules:
         sharded = [type(one).__name__ for one in tensors(model) if is_sharded(one)]
     if not sharded:
         return []
     return [
-        Finding(
+        MissingCall(
             f"one rank holds a part only of {listed(sharded)}",
             "all ranks save their parts, or one rank saves what was made whole",
             "weft.save(state, directory, step, ctx)  # on all ranks; or with weft.full_params(model, ctx): ..., on all",

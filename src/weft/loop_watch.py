@@ -35,11 +35,11 @@ _STEPS = 16  # in which weights are compared
 def watch_loop(loader: ShardedLoader[Any], ctx: DistContext) -> None:
     """Warn, once each, about what a step in the loop over `loader` lacks; as long as somebody has a loader of it.
 
-    Collectives: none, and nobody is waited for; a number of this rank in the store where weights may drift apart.
+    Collectives: none, and no waiting; a number of this rank in the store where weights may drift apart.
     """
     if ctx.data_size > 1 and ctx.data_size == ctx.world_size and ctx.world.store is not None:
         # The cursor: loaders of windows are copies with it.
-        ctx.world.root.holders.add(before_every_step(loader.weft_cursor, _Watch(loader, ctx)))
+        ctx.world.root.holders.add(before_every_step(loader.weft_cursor, _LoopWatch(loader, ctx)))
 
 
 class PartsWatch:
@@ -79,7 +79,7 @@ class PartsWatch:
             return
         self._seen.add(optimizer)
         mine = {id(p) for p in module.parameters() if not is_elsewhere(p)}
-        gradients = [p.grad for p in _trained_apart(optimizer) if id(p) in mine and p.grad is not None]
+        gradients = [p.grad for p in _parameters_without_strategy(optimizer) if id(p) in mine and p.grad is not None]
         if gradients and differing_ranks(gradients, self._group, gradients[0].device):
             raise ContractError(
                 f"context_parallel: each rank trains {type(module).__name__} on its part of each sequence alone",
@@ -89,7 +89,7 @@ class PartsWatch:
             )
 
 
-class _Watch:
+class _LoopWatch:
     """A hook on all optimizers."""
 
     def __init__(self, loader: ShardedLoader[Any], ctx: DistContext) -> None:
@@ -97,7 +97,7 @@ class _Watch:
         self._ctx = ctx
         self._key = f"loop/{ctx.world.next_number('loop')}"
         self._weighed = False
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _SteppedOptimizer] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
 
     def __call__(self, cursor: Cursor, optimizer: torch.optim.Optimizer) -> None:
@@ -138,13 +138,15 @@ class _Watch:
         count = sum(len(entry["params"]) for entry in optimizer.param_groups)
         seen = self._seen.get(optimizer)
         if seen is None or seen.count != count:  # also after add_param_group
-            self._seen[optimizer] = _Seen(next(self._numbers), count, _trained_apart(optimizer))
+            self._seen[optimizer] = _SteppedOptimizer(
+                next(self._numbers), count, _parameters_without_strategy(optimizer)
+            )
         elif seen.apart and seen.steps < _STEPS:
             seen.steps += 1
             if self._compare(type(optimizer).__name__, seen):
                 seen.apart = []
 
-    def _compare(self, kind: str, seen: _Seen) -> bool:
+    def _compare(self, kind: str, seen: _SteppedOptimizer) -> bool:
         """Compare them with those of the other ranks, as far as these have come.
 
         Returns:
@@ -170,7 +172,7 @@ class _Watch:
 
 
 @dataclass
-class _Seen:
+class _SteppedOptimizer:
     """An optimizer that stepped: its parameters that no strategy takes care of, and steps in which they were looked at.
 
     `number` tells it from others over parameters of the same shapes.
@@ -182,7 +184,7 @@ class _Seen:
     steps: int = 0
 
 
-def _trained_apart(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _parameters_without_strategy(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer that no strategy takes care of; none if values cannot be read here."""
     held = [p for entry in optimizer.param_groups for p in entry["params"]]
     alone = [p for p in held if p.requires_grad and not is_reduced(p)]

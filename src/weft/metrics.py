@@ -12,7 +12,7 @@ import torch
 
 from weft.checks import as_number
 from weft.collectives.packed_gather import exchange_columns
-from weft.collectives.primitives import enter, peers_named
+from weft.collectives.primitives import enter_collective, name_lost_peer
 from weft.collectives.tensors import reduce
 from weft.context import DistContext
 from weft.contract import part_axes
@@ -93,12 +93,12 @@ def gather_metrics(values: Any, ctx: DistContext, *, ids: SampleIds | Sequence[S
     """
     batches = [(values, ids)] if isinstance(ids, SampleIds) else list(zip(values, ids, strict=True))
     sub = ctx if len(ctx.axes) == 1 else ctx.on(ctx.data_axes)
-    world = enter("gather_metrics", sub, None, {})
+    world = enter_collective("gather_metrics", sub, None, {})
     shape, structure, columns, everyone = _columns(batches)
     if world.group is None:
         parts = [([column.clone() if isinstance(column, torch.Tensor) else column for column in columns], everyone)]
     else:
-        with peers_named("gather_metrics", world):
+        with name_lost_peer("gather_metrics", world):
             parts = exchange_columns(structure, columns, everyone, sub)
     if not batches:
         return []

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from weft.errors import ContextError
 
 
-class Library(NamedTuple):
+class TestedLibrary(NamedTuple):
     """Where names come from.
 
     Attributes:
@@ -49,7 +49,14 @@ class _Name:
     __slots__ = ("_instead", "_library", "_where", "since", "spelling", "until", "use")
 
     def __init__(
-        self, library: Library, where: str, name: str, use: str, since: str = "", until: str = "", instead: str = ""
+        self,
+        library: TestedLibrary,
+        where: str,
+        name: str,
+        use: str,
+        since: str = "",
+        until: str = "",
+        instead: str = "",
     ) -> None:
         """A name.
 

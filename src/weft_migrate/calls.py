@@ -8,14 +8,14 @@ from types import MappingProxyType
 import libcst as cst
 
 from weft_migrate.checkpoints import load_state, save_state
-from weft_migrate.draft import Draft, literal
+from weft_migrate.draft import ScriptDraft, literal
 from weft_migrate.script import code, dotted, given
 from weft_migrate.strategies import precision
 
 _DTYPES = MappingProxyType({"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"})
 
 
-def _backward(draft: Draft, node: cst.Call, updated: cst.Call) -> str:
+def _backward(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
     args, keywords, _ = given(updated)
     loss, steps = code(args[0]), draft.setting("gradient_accumulation_steps")
     simple = isinstance(args[0], (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
@@ -28,7 +28,7 @@ def _backward(draft: Draft, node: cst.Call, updated: cst.Call) -> str:
     return f"{text}.backward({options})"
 
 
-def _autocast(draft: Draft, node: cst.Call, updated: cst.Call) -> str | None:
+def _autocast(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str | None:
     ctx = draft.context_of(node)
     if node.args:
         draft.left(node, draft.hint("autocast"))
@@ -45,7 +45,7 @@ def _autocast(draft: Draft, node: cst.Call, updated: cst.Call) -> str | None:
     return f"torch.autocast({ctx}.device.type, {kind})" if kind else "contextlib.nullcontext()"
 
 
-def _clip_gradients(draft: Draft, node: cst.Call, updated: cst.Call) -> str | None:
+def _clip_gradients(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str | None:
     args, keywords, _ = given(updated)
     how = [name for name in ("clip_val", "max_norm") if name in keywords]
     if not args or len(how) != 1:
@@ -59,7 +59,7 @@ def _clip_gradients(draft: Draft, node: cst.Call, updated: cst.Call) -> str | No
     return f"torch.nn.utils.{function}({code(args[0])}.parameters(), {code(keywords[how[0]])}{more})"
 
 
-def _skip(draft: Draft, node: cst.Call, updated: cst.Call) -> str | None:
+def _skip(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str | None:
     if len(node.args) == 2 and draft.has_state and any(draft.script.calls("load_state")):
         draft.check(node, "not needed: the restored loader continues where it was")
         return code(updated.args[0].value)
@@ -67,7 +67,7 @@ def _skip(draft: Draft, node: cst.Call, updated: cst.Call) -> str | None:
     return None
 
 
-def _set_seed(draft: Draft, node: cst.Call, updated: cst.Call) -> str:
+def _set_seed(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
     script = draft.script
     made = [call for call in script.constructors if script.scope(call) is script.scope(node)]
     inside_of = script.method(node.func) or any(script.line(call) < script.line(node) for call in made)
@@ -76,7 +76,7 @@ def _set_seed(draft: Draft, node: cst.Call, updated: cst.Call) -> str:
     return f"weft.rng.set_seed({code(updated.args[0].value)}, {ctx}{ranks})"
 
 
-def _profile(draft: Draft, node: cst.Call, updated: cst.Call) -> str | None:
+def _profile(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str | None:
     """The profiler of torch, with what `ProfileKwargs` says."""
     if node.args:
         draft.left(node, draft.hint("profile"))
@@ -100,7 +100,7 @@ def _profile(draft: Draft, node: cst.Call, updated: cst.Call) -> str | None:
     return f"torch.profiler.profile({', '.join(options)})"
 
 
-CALLS: Mapping[str, Callable[[Draft, cst.Call, cst.Call], str | None]] = MappingProxyType(
+CALLS: Mapping[str, Callable[[ScriptDraft, cst.Call, cst.Call], str | None]] = MappingProxyType(
     {
         "backward": _backward,
         "autocast": _autocast,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import libcst as cst
 
-from weft_migrate.draft import Draft
+from weft_migrate.draft import ScriptDraft
 from weft_migrate.script import Expression, code, dotted, given, inside, targets
 
 
-def is_place_of_state(draft: Draft, node: cst.CSTNode) -> bool:
+def is_place_of_state(draft: ScriptDraft, node: cst.CSTNode) -> bool:
     """Whether a statement is the last that prepares or registers something, before states are saved or loaded."""
     script = draft.script
     if not any(script.calls("save_state", "load_state")):
@@ -21,7 +21,7 @@ def is_place_of_state(draft: Draft, node: cst.CSTNode) -> bool:
     return script.line(branch) <= last <= script.where[branch].end.line
 
 
-def state_line(draft: Draft, node: cst.CSTNode, ctx: str) -> str:
+def state_line(draft: ScriptDraft, node: cst.CSTNode, ctx: str) -> str:
     """`state, ctx = weft.checkpointable(...)` with all that was prepared and registered."""
     objects = {}
     for name, role in draft.prepared.items():
@@ -37,7 +37,7 @@ def state_line(draft: Draft, node: cst.CSTNode, ctx: str) -> str:
     return f"{draft.state}, {ctx} = weft.checkpointable({arguments})"
 
 
-def register(draft: Draft, node: cst.CSTNode, call: cst.Call) -> list[str] | None:
+def register(draft: ScriptDraft, node: cst.CSTNode, call: cst.Call) -> list[str] | None:
     """What is registered belongs to the state, which is made by the last of these statements."""
     args, keywords, spread = given(call)
     if not all(map(dotted, args)) or keywords or spread:
@@ -47,7 +47,7 @@ def register(draft: Draft, node: cst.CSTNode, call: cst.Call) -> list[str] | Non
     return [state_line(draft, node, ctx)] if is_place_of_state(draft, node) and draft.prepared else []
 
 
-def save_state(draft: Draft, call: cst.Call, updated: cst.Call) -> str | None:
+def save_state(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> str | None:
     """`weft.save`: the step is that in the name of the folder, or that of the loop around."""
     if not _reaches_state(draft, call) or len(call.args) != 1 or call.args[0].star or draft.guarded(call):
         where = "every rank has to call it, so move it out of the `if`; " if draft.guarded(call) else ""
@@ -64,7 +64,7 @@ def save_state(draft: Draft, call: cst.Call, updated: cst.Call) -> str | None:
     return f"weft.save({draft.state}, {code(updated.args[0].value)}, {step}, {draft.context_of(call)})"
 
 
-def _assigned_before(draft: Draft, node: cst.CSTNode, name: str) -> list[Expression]:
+def _assigned_before(draft: ScriptDraft, node: cst.CSTNode, name: str) -> list[Expression]:
     """What a variable was assigned before a call, the last one first."""
     script = draft.script
     found = [n for n in script.parents if isinstance(n, cst.Assign) and script.scope(n) is script.scope(node)]
@@ -72,7 +72,7 @@ def _assigned_before(draft: Draft, node: cst.CSTNode, name: str) -> list[Express
     return [n.value for n in sorted(found, key=lambda n: -script.line(n))]
 
 
-def load_state(draft: Draft, call: cst.Call, updated: cst.Call) -> str | None:
+def load_state(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> str | None:
     """`weft.restore`, which also puts the loaders back in the middle of an epoch."""
     if not _reaches_state(draft, call) or len(call.args) != 1 or call.args[0].star:
         draft.left(call, draft.hint("load_state"))
@@ -81,5 +81,5 @@ def load_state(draft: Draft, call: cst.Call, updated: cst.Call) -> str | None:
     return f"weft.restore({draft.state}, {code(updated.args[0].value)}, {draft.context_of(call)})"
 
 
-def _reaches_state(draft: Draft, call: cst.CSTNode) -> bool:
+def _reaches_state(draft: ScriptDraft, call: cst.CSTNode) -> bool:
     return draft.has_state and draft.state_in in (None, draft.script.scope(call))

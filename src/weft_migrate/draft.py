@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import libcst as cst
 
-from weft_migrate.script import Expression, Given, Loop, Script, code, dotted, elements, inside
+from weft_migrate.script import AccumulateLoop, Expression, Given, Script, code, dotted, elements, inside
 
 # Settings that stand in an object: which one, and their name there.
 _HOLDERS = (
@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 
 @dataclass
-class Draft:
+class ScriptDraft:
     """What the parts of the translation share."""
 
     script: Script
@@ -50,7 +50,7 @@ class Draft:
     findings: list[Finding] = field(default_factory=list)
     imports: set[str] = field(default_factory=set)
     windows: dict[str, str] = field(default_factory=dict)  # of loaders
-    looped: list[Loop] = field(default_factory=list)  # the loops that are translated
+    looped: list[AccumulateLoop] = field(default_factory=list)  # the loops that are translated
     prepared: dict[str, str] = field(default_factory=dict)  # names and their roles
     lengths: dict[str, str] = field(default_factory=dict)  # loaders, and the names of their lengths
     parameters: dict[cst.CSTNode, dict[str, None]] = field(default_factory=dict)  # new ones, of functions
@@ -110,7 +110,7 @@ class Draft:
         """The context in the place of the accelerator that a method is called of."""
         return self.context(cst.ensure_type(call.func, cst.Attribute).value)
 
-    def loop_of(self, node: cst.CSTNode) -> Loop | None:
+    def loop_of(self, node: cst.CSTNode) -> AccumulateLoop | None:
         """The translated loop around a node."""
         around = set(self.script.above(node))
         return next((loop for loop in reversed(self.looped) if loop.loop in around), None)

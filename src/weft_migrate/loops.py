@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import libcst as cst
 
-from weft_migrate.draft import Draft
-from weft_migrate.script import Loop, code, dotted, inside, is_part
+from weft_migrate.draft import ScriptDraft
+from weft_migrate.script import AccumulateLoop, code, dotted, inside, is_part
 
 
-def split_loop(draft: Draft, found: Loop, updated: cst.For) -> cst.For:
+def split_loop(draft: ScriptDraft, found: AccumulateLoop, updated: cst.For) -> cst.For:
     """Make two loops of one; what belongs to the step of the optimizer goes to the outer one."""
     place, block = _place(found), found.block
     outer, old = found.loop.body.body, block.body.body
@@ -31,11 +31,11 @@ def split_loop(draft: Draft, found: Loop, updated: cst.For) -> cst.For:
     return updated.with_changes(body=block_of.with_changes(body=body, footer=[*footer, *block_of.footer]))
 
 
-def _place(found: Loop) -> int:
+def _place(found: AccumulateLoop) -> int:
     return list(found.loop.body.body).index(found.block)
 
 
-def _header(draft: Draft, found: Loop, updated: cst.For) -> cst.For:
+def _header(draft: ScriptDraft, found: AccumulateLoop, updated: cst.For) -> cst.For:
     """`for step, batch in enumerate(loader)` becomes `for window in windows`."""
     loop, windows, window = found.loop, cst.parse_expression(draft.windows[found.loader]), cst.Name(draft.window)
     inner: cst.CSTNode = loop.iter
@@ -54,7 +54,9 @@ def _header(draft: Draft, found: Loop, updated: cst.For) -> cst.For:
     return updated.with_changes(target=window, iter=_exchanged(source, inner, windows, draft))
 
 
-def _exchanged(source: cst.BaseExpression, old: cst.CSTNode, new: cst.BaseExpression, draft: Draft) -> cst.CSTNode:
+def _exchanged(
+    source: cst.BaseExpression, old: cst.CSTNode, new: cst.BaseExpression, draft: ScriptDraft
+) -> cst.CSTNode:
     """What a loop iterates over, with the windows in the place of the loader."""
     if source is old:
         return new
@@ -65,13 +67,13 @@ def _exchanged(source: cst.BaseExpression, old: cst.CSTNode, new: cst.BaseExpres
     return call.with_changes(args=[changed, *rest])
 
 
-def _first_of_step(draft: Draft, found: Loop) -> int:
+def _first_of_step(draft: ScriptDraft, found: AccumulateLoop) -> int:
     body = found.block.body.body
     backward = max(n for n, node in enumerate(body) if draft.script.has(node, "backward"))
     return next((n for n in range(backward + 1, len(body)) if _is_step(draft, body[n])), len(body))
 
 
-def _is_step(draft: Draft, node: cst.CSTNode) -> bool:
+def _is_step(draft: ScriptDraft, node: cst.CSTNode) -> bool:
     """`optimizer.step()`, `scheduler.step()`, `zero_grad()`, clipping, and what is under `sync_gradients`."""
     if isinstance(node, cst.If):
         return draft.script.method(node.test) == "sync_gradients"
@@ -84,7 +86,7 @@ def _is_step(draft: Draft, node: cst.CSTNode) -> bool:
     return False
 
 
-def _counts(draft: Draft, node: cst.CSTNode) -> bool:
+def _counts(draft: ScriptDraft, node: cst.CSTNode) -> bool:
     if isinstance(node, cst.If) and draft.script.has(node.test, "sync_gradients"):
         return False
     calls = [n.func for n in inside(node) if isinstance(n, cst.Call) and isinstance(n.func, cst.Attribute)]
@@ -92,7 +94,7 @@ def _counts(draft: Draft, node: cst.CSTNode) -> bool:
     return adds or any(isinstance(n, cst.AugAssign) for n in inside(node))
 
 
-def is_after_backward(draft: Draft, node: cst.CSTNode) -> bool:
+def is_after_backward(draft: ScriptDraft, node: cst.CSTNode) -> bool:
     """Whether a node of a translated loop is in its outer part, where gradients are synchronized."""
     found = draft.loop_of(node)
     if found is None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import libcst as cst
 
 from weft_migrate.checkpoints import is_place_of_state, state_line
-from weft_migrate.draft import Draft, literal
+from weft_migrate.draft import ScriptDraft, literal
 from weft_migrate.script import Expression, code, dotted, elements, given, inside, named
 from weft_migrate.strategies import model_lines, strategy
 
 
-def construct(draft: Draft, call: cst.Call) -> str:
+def construct(draft: ScriptDraft, call: cst.Call) -> str:
     """`Accelerator(...)` becomes `weft.start(...)`; its other settings are arguments of transforms."""
     arguments, made = given(call), strategy(draft)
     options = [each for name, value in arguments.keywords.items() if (each := _option(draft, call, name, value))]
@@ -28,7 +28,7 @@ def construct(draft: Draft, call: cst.Call) -> str:
     return f"weft.start({', '.join([*options, *starts])})"
 
 
-def _option(draft: Draft, call: cst.Call, name: str, value: Expression) -> str:
+def _option(draft: ScriptDraft, call: cst.Call, name: str, value: Expression) -> str:
     """The argument of `weft.start` for a setting; a remark about those that mean something else."""
     script = draft.script
     hint = script.library.settings.get(name, "not taken over")
@@ -45,7 +45,7 @@ def _option(draft: Draft, call: cst.Call, name: str, value: Expression) -> str:
     return ""
 
 
-def logger_folder(draft: Draft) -> str | None:
+def logger_folder(draft: ScriptDraft) -> str | None:
     """Where the logger of Fabric writes, as text; None if it is not one for TensorBoard."""
     kind, arguments = draft.script.made(draft.script.settings.get("loggers"))
     folder = next(iter(arguments.args), arguments.keywords.get("root_dir"))
@@ -60,7 +60,7 @@ _PLUGIN_HINTS = {
 }
 
 
-def prepare(draft: Draft, node: cst.Assign, call: cst.Call) -> list[str] | None:
+def prepare(draft: ScriptDraft, node: cst.Assign, call: cst.Call) -> list[str] | None:
     """Precision and strategy of models, the parts of loaders, then windows and the state; None if it is not known."""
     script = draft.script
     [target] = node.targets if len(node.targets) == 1 else [node.targets[-1]]
@@ -88,7 +88,7 @@ def prepare(draft: Draft, node: cst.Assign, call: cst.Call) -> list[str] | None:
     return lines
 
 
-def _has_context(draft: Draft, node: cst.CSTNode, holder: Expression) -> bool:
+def _has_context(draft: ScriptDraft, node: cst.CSTNode, holder: Expression) -> bool:
     """Whether the context may be assigned where a statement stands."""
     script, owner = draft.script, draft.script.scope(node)
     names = {each.name.value for each in inside(owner.params) if isinstance(each, cst.Param)} if owner else set()
@@ -99,7 +99,7 @@ def _has_context(draft: Draft, node: cst.CSTNode, holder: Expression) -> bool:
     return made_here or "." in dotted(holder) or dotted(holder) in names
 
 
-def _loader(draft: Draft, name: str, text: str, ctx: str) -> str:
+def _loader(draft: ScriptDraft, name: str, text: str, ctx: str) -> str:
     options = ', mode="dispatch"' if draft.is_set("dispatch_batches") else ""
     options = ', mode="split"' if draft.is_set("split_batches") else options
     if name in draft.script.evaluated:
@@ -107,7 +107,7 @@ def _loader(draft: Draft, name: str, text: str, ctx: str) -> str:
     return f"{name}, {ctx} = weft.shard_data({text}, {ctx}{options})"
 
 
-def _lengths(draft: Draft, node: cst.CSTNode, loaders: list[str]) -> list[str]:
+def _lengths(draft: ScriptDraft, node: cst.CSTNode, loaders: list[str]) -> list[str]:
     """Lengths that are asked for after `load_state`: a restored loader has those of the rest of its epoch."""
     script, here = draft.script, draft.script.scope(node)
     restores = [n for n in script.calls("load_state") if script.scope(n) is here]
@@ -119,7 +119,7 @@ def _lengths(draft: Draft, node: cst.CSTNode, loaders: list[str]) -> list[str]:
     return [f"{draft.lengths[name]} = len({name})" for name in asked]
 
 
-def _windows(draft: Draft, node: cst.CSTNode, found: set[str], ctx: str) -> list[str]:
+def _windows(draft: ScriptDraft, node: cst.CSTNode, found: set[str], ctx: str) -> list[str]:
     """The lines for the loops over what was prepared last."""
     lines: list[str] = []
     script = draft.script

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
-from weft_migrate.libraries.rows import Library
+from weft_migrate.libraries.rows import LibraryRows
 
 Expression = cst.BaseExpression
 
@@ -38,7 +38,7 @@ class Given(NamedTuple):
     spread: list[Expression]
 
 
-class Loop(NamedTuple):
+class AccumulateLoop(NamedTuple):
     """A loop with `accumulate` in it."""
 
     loop: cst.For
@@ -109,7 +109,7 @@ def elements(node: cst.CSTNode | None) -> list[Expression]:
 class Script:
     """What was found in a script, before anything is changed."""
 
-    library: Library
+    library: LibraryRows
     where: Mapping[cst.CSTNode, CodeRange]
     parents: dict[cst.CSTNode, cst.CSTNode]  # of all nodes, in the order of the text
     imported: dict[str, str] = field(default_factory=dict)  # local name -> name in the library
@@ -120,7 +120,7 @@ class Script:
     are_known: bool = True  # whether these are all
     late: set[cst.CSTNode] = field(default_factory=set)  # assignments that set them on an accelerator
     values: dict[str, Expression] = field(default_factory=dict)  # what names were assigned, the last one
-    loops: list[Loop] = field(default_factory=list)
+    loops: list[AccumulateLoop] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     optimizers: set[str] = field(default_factory=set)  # as given to `prepare`
     evaluated: set[str] = field(default_factory=set)  # loaders whose batches are gathered
@@ -191,7 +191,7 @@ class Script:
         return self.calls(*self.library.prepares)
 
 
-def find(tree: cst.Module, library: Library) -> Script:
+def find(tree: cst.Module, library: LibraryRows) -> Script:
     """Look through a script."""
     parents: dict[cst.CSTNode, cst.CSTNode] = {}
     for node in inside(tree):
@@ -304,7 +304,7 @@ def _loader_of(script: Script, source: cst.CSTNode) -> str:
     return dotted(source)
 
 
-def _loop(script: Script, block: cst.With) -> Loop | None:
+def _loop(script: Script, block: cst.With) -> AccumulateLoop | None:
     """`for ... in loader: ...; with accelerator.accumulate(model): ...`."""
     call, body = block.items[0].item, script.parents[block]
     loop = script.parents.get(body)
@@ -318,4 +318,4 @@ def _loop(script: Script, block: cst.With) -> Loop | None:
     loader, args = _loader_of(script, loop.iter), given(call).args
     models = tuple(dotted(each) for each in (elements(args[0]) if len(args) == 1 else args))
     known = loader and models and all(models) and script.has(block, "backward")
-    return Loop(loop, block, models, loader) if known else None
+    return AccumulateLoop(loop, block, models, loader) if known else None

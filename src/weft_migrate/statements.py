@@ -8,12 +8,12 @@ from types import MappingProxyType
 import libcst as cst
 
 from weft_migrate.checkpoints import register
-from weft_migrate.draft import Draft, literal
+from weft_migrate.draft import ScriptDraft, literal
 from weft_migrate.prepare import logger_folder, prepare
 from weft_migrate.script import code, dotted, elements, given
 
 
-def statement(draft: Draft, node: cst.Expr | cst.Assign, updated: cst.Expr | cst.Assign) -> list[str] | None:
+def statement(draft: ScriptDraft, node: cst.Expr | cst.Assign, updated: cst.Expr | cst.Assign) -> list[str] | None:
     """The new lines for a statement on a line of its own; None if it stays as its expressions are translated."""
     call, script = node.value, draft.script
     if not isinstance(call, cst.Call):
@@ -40,7 +40,7 @@ def statement(draft: Draft, node: cst.Expr | cst.Assign, updated: cst.Expr | cst
     return None
 
 
-def is_whole(draft: Draft, node: cst.CSTNode, name: str) -> bool:
+def is_whole(draft: ScriptDraft, node: cst.CSTNode, name: str) -> bool:
     """Whether a method is translated, or left, with the statement around its call."""
     whole = draft.script.parents[node]
     line = draft.script.parents[whole]
@@ -48,11 +48,11 @@ def is_whole(draft: Draft, node: cst.CSTNode, name: str) -> bool:
     return known and isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
 
 
-def _register(draft: Draft, node: cst.Expr, call: cst.Call, _updated: cst.Call) -> list[str] | None:
+def _register(draft: ScriptDraft, node: cst.Expr, call: cst.Call, _updated: cst.Call) -> list[str] | None:
     return register(draft, node, call)
 
 
-def _log(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
+def _log(draft: ScriptDraft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
     (args, keywords, spread), here = given(updated), draft.script.scope(node)
     if draft.script.library.name == "Fabric" and draft.script.method(call.func) == "log":
         args = [cst.parse_expression(f"{{{code(args[0])}: {code(args[1])}}}"), *args[2:]] if len(args) > 1 else []
@@ -67,7 +67,7 @@ def _log(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> lis
     return [f"weft.log({code(values)}, {code(step)}, {draft.context_of(call)}, {draft.trackers})"]
 
 
-def _save(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
+def _save(draft: ScriptDraft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
     args, keywords, _ = given(updated)
     if draft.script.library.name == "Fabric":  # the path comes first there
         args = [*args, *(keywords[each] for each in ("path", "state") if each in keywords)][::-1]
@@ -79,7 +79,7 @@ def _save(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> li
     return [f"if {draft.context_of(call)}.is_main:", f"    torch.save({arguments})"]
 
 
-def _save_model(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
+def _save_model(draft: ScriptDraft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
     args, keywords, _ = given(updated)
     if len(args) != 2 or keywords:
         draft.left(node, draft.hint("save_model"))
@@ -94,12 +94,12 @@ def _save_model(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call)
     ]
 
 
-def _unscale(draft: Draft, node: cst.Expr, call: cst.Call, _updated: cst.Call) -> list[str]:
+def _unscale(draft: ScriptDraft, node: cst.Expr, call: cst.Call, _updated: cst.Call) -> list[str]:
     draft.check(call, "not needed: gradients are in true units")
     return []
 
 
-def _launch(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str]:
+def _launch(draft: ScriptDraft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str]:
     """`fabric.launch()` is the work of `weft launch`; `fabric.launch(main, 1)` also calls `main(fabric, 1)`."""
     if not call.args:
         return []
@@ -108,7 +108,7 @@ def _launch(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> 
     return [f"{code(function.value)}({', '.join(arguments)})"]
 
 
-def _start_trackers(draft: Draft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
+def _start_trackers(draft: ScriptDraft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
     """`init_trackers(name, config=)` becomes a list of trackers."""
     args, keywords, _ = given(updated)
     found = dict(zip(("project_name", "config", "init_kwargs"), args, strict=False)) | keywords
@@ -149,7 +149,7 @@ def _options_of(more: cst.BaseExpression | None, kind: object) -> str | None:
     return f"**{code(element.value)}" if known else None
 
 
-def _step_scheduler(draft: Draft, call: cst.Call, updated: cst.Call) -> list[str] | None:
+def _step_scheduler(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> list[str] | None:
     """A prepared scheduler of Accelerate takes as many steps at once as there are ranks."""
     once = draft.is_set("split_batches") or draft.setting("step_scheduler_with_optimizer") is not None
     once |= draft.script.library.name == "Fabric"
@@ -159,7 +159,7 @@ def _step_scheduler(draft: Draft, call: cst.Call, updated: cst.Call) -> list[str
     return [f"for _ in range({draft.ctx}.world_size):", f"    {code(updated)}"]
 
 
-_Handler = Callable[[Draft, cst.Expr, cst.Call, cst.Call], list[str] | None]
+_Handler = Callable[[ScriptDraft, cst.Expr, cst.Call, cst.Call], list[str] | None]
 STATEMENTS: Mapping[str, _Handler] = MappingProxyType(
     {
         "register_for_checkpointing": _register,

@@ -10,7 +10,7 @@ from typing import Any
 import libcst as cst
 
 from weft.cli.foreign.accelerate import calls_of
-from weft_migrate.draft import Draft, literal
+from weft_migrate.draft import ScriptDraft, literal
 from weft_migrate.script import Given, code, dotted, elements
 
 _COMPRESSED = MappingProxyType({"FP16": "torch.float16", "BF16": "torch.bfloat16"})
@@ -54,7 +54,7 @@ _TAKEN = frozenset(
 )
 
 
-def strategy(draft: Draft, node: cst.CSTNode | None = None) -> list[str]:
+def strategy(draft: ScriptDraft, node: cst.CSTNode | None = None) -> list[str]:
     """The calls for models, from `recompute` to `compile`; empty for plain `replicate`.
 
     Args:
@@ -78,7 +78,7 @@ def strategy(draft: Draft, node: cst.CSTNode | None = None) -> list[str]:
     return [call.partition("  #")[0] for call in chosen]
 
 
-def _lost(draft: Draft, node: cst.CSTNode | None, kind: str, given: Given) -> None:
+def _lost(draft: ScriptDraft, node: cst.CSTNode | None, kind: str, given: Given) -> None:
     """List the arguments that are not taken over."""
     policies = {name for name, value in given.keywords.items() if isinstance(value, (cst.Set, cst.Name))}
     taken = {name for name, value in given.keywords.items() if name in _TAKEN and literal(value) is not None}
@@ -88,7 +88,7 @@ def _lost(draft: Draft, node: cst.CSTNode | None, kind: str, given: Given) -> No
         draft.check(node, f"{kind}: {', '.join(texts)} is not taken over")
 
 
-def _of_fabric(draft: Draft, node: cst.CSTNode | None) -> list[str]:
+def _of_fabric(draft: ScriptDraft, node: cst.CSTNode | None) -> list[str]:
     """The calls for `strategy=` of Fabric."""
     given = draft.script.settings.get("strategy")
     kind, arguments = draft.script.made(given)
@@ -126,7 +126,7 @@ def _fsdp_of_fabric(arguments: Given, *, offload: bool) -> list[str]:
 
 
 def model_lines(
-    draft: Draft, node: cst.CSTNode, models: Mapping[str, str], optimizers: Mapping[str, str], ctx: str
+    draft: ScriptDraft, node: cst.CSTNode, models: Mapping[str, str], optimizers: Mapping[str, str], ctx: str
 ) -> list[str]:
     """The lines for models and optimizers of one `prepare`: names, and what is given for them."""
     split, calls, (policy, may_scale) = [], strategy(draft, node), precision(draft)
@@ -158,7 +158,7 @@ def model_lines(
 
 
 def _line(
-    draft: Draft, node: cst.CSTNode, call: str, name: str, given: str, optimizers: Sequence[str], ctx: str
+    draft: ScriptDraft, node: cst.CSTNode, call: str, name: str, given: str, optimizers: Sequence[str], ctx: str
 ) -> str:
     """One call for one model."""
     function, _, options = call.removesuffix(")").partition("(model, ctx")
@@ -174,7 +174,7 @@ def _line(
     return f"{name}, {ctx} = {function}({given}, {ctx}{options})"
 
 
-def _reduce(draft: Draft) -> str | None:
+def _reduce(draft: ScriptDraft) -> str | None:
     """In which dtype the hook of DDP sends gradients, as text; a hook that is chosen at run time has its value."""
     handlers = draft.handlers("DistributedDataParallelKwargs")
     hook = next((found for each in handlers if (found := each.keywords.get("comm_hook"))), None)
@@ -184,7 +184,7 @@ def _reduce(draft: Draft) -> str | None:
     return _COMPRESSED.get(dotted(hook).rpartition(".")[2])
 
 
-def precision(draft: Draft) -> tuple[str | None, bool]:
+def precision(draft: ScriptDraft) -> tuple[str | None, bool]:
     """The policy as text, if there is one, and whether it may be fp16."""
     if draft.script.library.name == "Fabric":
         value: Any = literal(draft.script.settings.get("precision"))
@@ -211,7 +211,7 @@ def precision(draft: Draft) -> tuple[str | None, bool]:
     return f"dataclasses.replace(weft.precision.named_policy({text}), {', '.join(changes)})", may_scale
 
 
-def _replicate_options(draft: Draft) -> str:
+def _replicate_options(draft: ScriptDraft) -> str:
     options = ""
     for name, value in (
         pair for each in draft.handlers("DistributedDataParallelKwargs") for pair in each.keywords.items()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import libcst as cst
 from typing_extensions import override
 
-from weft_migrate.draft import Draft, Finding
+from weft_migrate.draft import Finding, ScriptDraft
 from weft_migrate.libraries.accelerate import ACCELERATE
 from weft_migrate.libraries.fabric import FABRIC
 from weft_migrate.script import Script, dotted, find, is_part
@@ -64,7 +64,7 @@ def translate(source: str, config: Mapping[str, Any] = MappingProxyType({})) -> 
     if not uses:
         return Translation(source, [], 0, 0, script.library.name)
     ctx, state, trackers, window = map(script.fresh, ("ctx", "state", "trackers", "window"))
-    draft = Draft(script, config, ctx, state, trackers, window)
+    draft = ScriptDraft(script, config, ctx, state, trackers, window)
     walk = Walk(draft)
     walk.find_parameters()
     new = tree.visit(walk)

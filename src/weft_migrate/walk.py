@@ -9,7 +9,7 @@ import libcst as cst
 from typing_extensions import override
 
 from weft_migrate.calls import CALLS
-from weft_migrate.draft import Draft
+from weft_migrate.draft import ScriptDraft
 from weft_migrate.libraries.rows import Template
 from weft_migrate.loops import is_after_backward, split_loop
 from weft_migrate.prepare import construct
@@ -24,7 +24,7 @@ _KINDS = MappingProxyType({"FSDP": "weft.fully_shard(", "DEEPSPEED": "weft.zero_
 class Walk(cst.CSTTransformer):
     """One pass, from the inside to the outside; what is original tells what something is, what is updated its text."""
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: ScriptDraft) -> None:
         super().__init__()
         self.draft, self.script = draft, draft.script
         draft.walk = self

@@ -18,7 +18,7 @@ import weft
 from tests.checkpoint.folders import folders
 from weft.checkpoint.format.manifest import read_manifest
 from weft.checkpoint.storage.directory import Directory
-from weft.checkpoint.storage.find import place as find_place
+from weft.checkpoint.storage.find import path_or_url as find_place
 from weft.checkpoint.storage.find import storage_of
 from weft.errors import CheckpointError, ContextError, PeerError
 from weft.testing import run_ranks

@@ -20,7 +20,7 @@ from torch import nn
 import weft
 from weft.checkpoint import latest, verify
 from weft.checkpoint.storage.bucket import RemotePath
-from weft.checkpoint.storage.find import place
+from weft.checkpoint.storage.find import path_or_url
 from weft.errors import CheckpointError
 from weft.testing import largest_difference, run_ranks
 
@@ -92,14 +92,14 @@ def _state(ctx, value=0.0, size=5):
 
 
 def test_a_url_is_a_path_that_is_not_on_this_disk():
-    path = place("s3://bucket/run")
+    path = path_or_url("s3://bucket/run")
     assert isinstance(path, RemotePath)
     assert str(path / "step-00000001") == "s3://bucket/run/step-00000001"
     assert (path / "a").parent == path
     with pytest.raises(TypeError, match="not a local path"):
         path.exists()
-    assert place("file:///tmp/x") == Path("/tmp/x")
-    assert place("runs/one") == Path("runs/one")
+    assert path_or_url("file:///tmp/x") == Path("/tmp/x")
+    assert path_or_url("runs/one") == Path("runs/one")
 
 
 def test_saved_found_verified_restored_and_exported(bucket, tmp_path):

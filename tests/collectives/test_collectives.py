@@ -370,11 +370,11 @@ class Slow:
 def test_a_peer_is_blamed_only_while_the_collective_is_not_done(monkeypatch, slices, blamed_at, raises):
     looks = itertools.count(1)
     monkeypatch.setattr(entry.dist, "get_backend", lambda _: "gloo")
-    monkeypatch.setattr(entry, "absent", lambda _: None)
-    monkeypatch.setattr(entry, "culprit", lambda _: (1, "left") if next(looks) in blamed_at else None)
+    monkeypatch.setattr(entry, "find_absent_rank", lambda _: None)
+    monkeypatch.setattr(entry, "find_culprit", lambda _: (1, "left") if next(looks) in blamed_at else None)
     world = weft.local().world
     with pytest.raises(weft.errors.PeerError, match="rank 1 failed: left") if raises else contextlib.nullcontext():
-        entry.finish(Slow(slices, done_after=slices == 1), world)
+        entry.wait_for_collective(Slow(slices, done_after=slices == 1), world)
     assert world.abandoned == raises
 
 

@@ -21,11 +21,11 @@ from tests.fix_lines.told import told
 from tests.processes import listening, until
 from weft.context.config import LAUNCH
 from weft.launching.plan import make_plan
-from weft.launching.replicas.messages import Messages
+from weft.launching.replicas.messages import LauncherMessages
 from weft.launching.replicas.processes import LocalReplica
 from weft.launching.replicas.remote_nodes import Nodes
-from weft.launching.replicas.supervise import _Job
-from weft.peers.quorum import Loop
+from weft.launching.replicas.supervise import _ElasticJob
+from weft.peers.quorum import LoopPosition
 from weft.peers.store import RankStore
 
 
@@ -208,8 +208,8 @@ def test_sys_exit_out_of_a_loop_is_no_end_of_the_work_and_after_it_is(leave, don
 
     found, loops = [], []
     ctx.world.root.on_close = lambda error: found.append(ctx.replicas.is_done(error))
-    leave_loop = ctx.replicas.is_at
-    ctx.replicas.is_at = lambda loop: (loops.append(loop.inside), leave_loop(loop))
+    leave_loop = ctx.replicas.report_position
+    ctx.replicas.report_position = lambda loop: (loops.append(loop.inside), leave_loop(loop))
     with pytest.raises(SystemExit), ctx:
         leave(batches, step)
     assert found == [done] and (not loops or loops == [True] + [False] * done)
@@ -226,7 +226,7 @@ def test_a_break_ends_the_work_after_the_steps_that_were_made(where, steps):
         optimizer.zero_grad()
         if batches.step == 2:
             break
-    assert ctx.replicas.is_done(None) and ctx.replicas.loop == Loop(steps, inside=False)
+    assert ctx.replicas.is_done(None) and ctx.replicas.loop == LoopPosition(steps, inside=False)
     ctx.close()
 
 
@@ -326,8 +326,8 @@ def test_no_message_is_too_strange_for_the_launcher(seed, capfd):
     chance, board = random.Random(seed), RankStore(dist.HashStore(), limit_s=5, secret="a")
     given = {"nproc": 4, "nnodes": "1:2", "rdzv": "127.0.0.1:1234", "min_replicas": 1, "replica_ranks": 2}
     plan = make_plan({name: given.get(name) for name in LAUNCH}, None, cores=1, omp_num_threads=None)
-    messages = Messages(board, 2)
-    job = _Job(plan, _Here(), messages, Nodes(plan, messages, "job"))
+    messages = LauncherMessages(board, 2)
+    job = _ElasticJob(plan, _Here(), messages, Nodes(plan, messages, "job"))
     for number in range(2):
         job.start(number, job.here)
     for _ in range(600):

@@ -19,7 +19,7 @@ import pytest
 from tests.elastic.chaos import LIMIT_S, Job, check, lines, write_garbage
 from tests.fix_lines.told import printed
 from tests.processes import is_alive, listening, until
-from weft.peers.connect import reach
+from weft.peers.connect import wait_for_listener
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S)]
 
@@ -36,7 +36,7 @@ def node(tmp_path):
     def start(nodes, *more, **setting):
         jobs.append(Job(tmp_path, more=["--nnodes", nodes, "--rdzv", address, *more], **setting))
         if len(jobs) == 1:  # the first one decides
-            reach(*address.split(":"), who="this test", limit_s=LIMIT_S)
+            wait_for_listener(*address.split(":"), who="this test", limit_s=LIMIT_S)
         return jobs[-1]
 
     yield start

@@ -21,7 +21,7 @@ import weft.cli
 from tests.elastic.chaos import LIMIT_S, Job, check, harm
 from tests.fix_lines.told import told
 from tests.processes import until
-from weft.elastic.join import give, put_in_place, take
+from weft.elastic.join import load_received, receive_state, send_state
 from weft.elastic.requirements import facts_of_program
 from weft.errors import CheckpointError, ContractError
 from weft.peers import replica_groups
@@ -199,8 +199,8 @@ def _takes_the_state(ctx, ignored):
     def job(group, together, board):
         state, own = states[group.index]
         if group.index == 0:
-            return give(state, 3, [1], group, own, began=0)
-        return put_in_place(take(0, group, began=0), state, own)
+            return send_state(state, 3, [1], group, own, began=0)
+        return load_received(receive_state(0, group, began=0), state, own)
 
     if ignored[0] == ignored[1]:
         return _members(2, job)
@@ -289,8 +289,8 @@ def test_random_numbers_are_those_of_the_source_only_if_all_began_alike():
         _, _, _, state, ctx = _alone()
         began = {"alike": 7, "distinct": 7 + group.index}
         if group.index == 0:
-            return all(give(state, 3, [1], group, ctx, began=each) for each in began.values())
-        return [take(0, group, began=each).manifest.ranks[0]["rng"] is None for each in began.values()]
+            return all(send_state(state, 3, [1], group, ctx, began=each) for each in began.values())
+        return [receive_state(0, group, began=each).manifest.ranks[0]["rng"] is None for each in began.values()]
 
     assert _members(2, job) == [True, [False, True]]
     ctx = weft.start(elastic="replica", device="cpu")

@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
-from weft.peers.gloo_connections import cut
+from weft.peers.gloo_connections import close_connections
 
 SAMPLES, PER_REPLICA = 50, 4
 SLOW_S = 0.5  # the pause after a step as long as there is a file "slow": a busy machine takes long to start others
@@ -64,7 +64,7 @@ def obey(path, name):
             os._exit(0)
         if path.with_suffix(".cut").exists():
             path.with_suffix(".cut").unlink()
-            cut(lambda _, remote: chance.random() < 0.5)
+            close_connections(lambda _, remote: chance.random() < 0.5)
 
 
 def act(what, ctx):

@@ -19,7 +19,7 @@ from tests.fix_lines.told import told
 from weft.cli.doctor import check_network
 from weft.environments import Topology
 from weft.peers import connect as reaching
-from weft.peers.connect import interface_to, listen_at, open_store, reach
+from weft.peers.connect import interface_to, listen_at, open_store, wait_for_listener
 
 _start_module = sys.modules["weft.context.start"]  # the package has a function of this name
 NOWHERE = "no-such-host.invalid"
@@ -50,7 +50,7 @@ def test_somebody_who_comes_late_is_waited_for(after_s):
     port = _free_port()
     with _server(port, after_s):
         begin = time.monotonic()
-        reach("127.0.0.1", port, who="test", limit_s=20)
+        wait_for_listener("127.0.0.1", port, who="test", limit_s=20)
         assert after_s <= time.monotonic() - begin + 0.01 < 10
 
 
@@ -58,7 +58,7 @@ def test_nobody_comes(caplog):
     port = _free_port()
     with caplog.at_level(logging.WARNING, logger="weft"):
         with told("peers/connect.py", "{who} cannot reach {host}:{port}") as it:
-            reach("127.0.0.1", port, who="test", limit_s=0.6)
+            wait_for_listener("127.0.0.1", port, who="test", limit_s=0.6)
     text = rf"test cannot reach 127.0.0.1:{port}\n  found: +nobody listens there, for \d s, from .*127.0.0.1\n"
     assert re.match(text, str(it.error))
     doctor, check, interface = it.fix.split("; ")
@@ -66,7 +66,7 @@ def test_nobody_comes(caplog):
     assert check == "check the name and the port" and interface.endswith("_SOCKET_IFNAME choose the interface")
     assert "nobody listens" in next(iter(check_network(asked, {}))).text
     with _server(port):
-        reach("127.0.0.1", port, who="test", limit_s=20)
+        wait_for_listener("127.0.0.1", port, who="test", limit_s=20)
         assert "answers in" in next(iter(check_network(asked, {}))).text
     (said,) = [record.getMessage() for record in caplog.records]
     assert re.match(rf"test waits for 127.0.0.1:{port} \(nobody listens there, from .*\); next: weft doctor", said)
@@ -78,12 +78,12 @@ def test_what_is_hopeless_ends_before_the_timeout(monkeypatch):
     with pytest.raises(
         weft.errors.ContextError, match=rf"(?s){NOWHERE}:1234\n  found: .*(not known|resolution|No address)"
     ):
-        reach(NOWHERE, 1234, who="test", limit_s=600)
+        wait_for_listener(NOWHERE, 1234, who="test", limit_s=600)
     assert time.monotonic() - begin < 30
     monkeypatch.setattr(reaching, "_HOPELESS_S", 0.0)
     begin = time.monotonic()
     with pytest.raises(weft.errors.ContextError, match=NOWHERE):
-        reach(NOWHERE, 1234, who="test", limit_s=0.5, patient=True)
+        wait_for_listener(NOWHERE, 1234, who="test", limit_s=0.5, patient=True)
     assert time.monotonic() - begin > 0.5
 
 

@@ -26,13 +26,13 @@ def _looks_often(patch, mesh):
     patch.setattr(straggler_watch, "_STUCK_S", 0.4)
     patch.setattr(straggler_watch, "_STUCK_TOGETHER_S", 0.2)
     patch.setattr(primitives, "_SLICE", primitives._SLICE / 10)
-    look = straggler_watch.Watch._look
+    look = straggler_watch.StragglerWatch._look
 
     def counted(watch, world, store, place):
         look(watch, world, store, place)
         store.add(f"looks/{world.rank}", 1)
 
-    patch.setattr(straggler_watch.Watch, "_look", counted)
+    patch.setattr(straggler_watch.StragglerWatch, "_look", counted)
     return weft.adopt(mesh=mesh)
 
 

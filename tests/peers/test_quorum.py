@@ -1,6 +1,6 @@
 """Which replicas make steps together: decided without processes, stores or clocks."""
 
-from weft.peers.quorum import Ask, Loop, Quorums
+from weft.peers.quorum import Ask, LoopPosition, Quorums
 
 FACTS = {"objects": "abc"}
 
@@ -96,7 +96,7 @@ def test_who_is_refused():
 
 def test_nobody_begins_from_nothing_when_the_job_is_done():
     quorums, _ = _three()
-    quorums.says("0.0", Loop(5, inside=False, whole=True))
+    quorums.note_position("0.0", LoopPosition(5, inside=False, whole=True))
     quorums.ended("0.0", done=True)
     quorums.ended("1.0")
     quorums.started("1.1")
@@ -110,7 +110,7 @@ def test_nobody_begins_from_nothing_when_the_job_is_done():
 
 
 def _ended(quorums, name, step, *, whole=False):
-    quorums.says(name, Loop(step, inside=False, whole=whole))
+    quorums.note_position(name, LoopPosition(step, inside=False, whole=whole))
     quorums.ended(name, done=True)
 
 
@@ -143,7 +143,7 @@ def test_who_is_behind_makes_the_last_step_again_with_fewer_than_the_least():
 
 def test_if_all_others_vanish_in_their_loops_a_break_is_no_end_of_the_work():
     quorums, _ = _three()
-    quorums.says("0.0", Loop(0))
+    quorums.note_position("0.0", LoopPosition(0))
     _ended(quorums, "1.0", 5)
     quorums.ended("0.0")
     assert quorums.ends, "2.0 may still say something"
@@ -157,7 +157,7 @@ def test_if_all_others_vanish_in_their_loops_a_break_is_no_end_of_the_work():
 def test_if_others_vanish_the_end_of_an_epoch_counts_unless_one_of_them_was_in_the_next_one():
     for begun, early in ((0, []), (5, ["1.0"])):
         quorums, _ = _three()
-        quorums.says("0.0", Loop(begun))
+        quorums.note_position("0.0", LoopPosition(begun))
         _ended(quorums, "1.0", 5, whole=True)
         quorums.ended("2.0")
         quorums.ended("0.0")
@@ -166,7 +166,7 @@ def test_if_others_vanish_the_end_of_an_epoch_counts_unless_one_of_them_was_in_t
 
 def test_if_others_vanish_one_that_agrees_is_enough():
     quorums, _ = _three()
-    quorums.says("2.0", Loop(5, inside=False, whole=True))
+    quorums.note_position("2.0", LoopPosition(5, inside=False, whole=True))
     _ended(quorums, "1.0", 5)
     quorums.ended("0.0")
     quorums.ended("2.0")

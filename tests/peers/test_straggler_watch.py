@@ -18,7 +18,7 @@ from weft.context import World
 from weft.peers import liveness, straggler_watch
 from weft.peers.agreement import agree, exchange
 from weft.peers.gloo_connections import listening_ports
-from weft.peers.liveness import announce, check_failed, culprit, report_failure
+from weft.peers.liveness import announce, check_failed, find_culprit, report_failure
 from weft.peers.store import RankStore, StoreLost
 from weft.testing import RanksFailed, run_ranks
 
@@ -186,7 +186,7 @@ def test_a_value_that_no_rank_has_written_is_one_clear_error(key, value):
     board, world = _pair()
     board.set(key, value)
     with pytest.raises(weft.errors.ContextError, match=f"(?s)no rank has written: {key}.*found:.*expected: JSON.*fix:"):
-        culprit(world)
+        find_culprit(world)
 
 
 @pytest.mark.parametrize("value", ["[1]", "3", '{"no": 1}'])
@@ -232,7 +232,7 @@ def test_a_store_that_is_gone_is_named():
 def test_a_process_id_says_nothing_of_another_machine_of_the_same_name(machine, found):
     board, world = _pair()
     board.write("peer/1", {"host": socket.gethostname(), "machine": machine, "pid": 2**22 + 1, "born": "1"})
-    blamed = culprit(world)
+    blamed = find_culprit(world)
     assert (blamed and blamed[0]) == found
 
 

@@ -1,7 +1,7 @@
 """Which changes are tried to make a program smaller, and which is named."""
 
 from weft.rehearsal import Memory, Rehearsal
-from weft.rehearsal.changes import changes, smallest
+from weft.rehearsal.changes import changes, first_that_fits
 
 
 def test_small_changes_come_first():
@@ -28,6 +28,6 @@ def test_the_first_that_fits_is_named_and_those_that_fail_are_passed_over():
         )
 
     mesh = {"replica": 8, "shard": 8}
-    change, found = smallest(96, mesh, rehearse)
+    change, found = first_that_fits(96, mesh, rehearse)
     assert (change.mesh, found.peak.parameters) == ((("replica", 2), ("shard", 32)), 32)
-    assert smallest(32, mesh, rehearse) is None
+    assert first_that_fits(32, mesh, rehearse) is None

@@ -3,13 +3,13 @@
 import pytest
 
 from weft.rehearsal import Links, Memory, Message, Rehearsal
-from weft.rehearsal.search import Choice, Trial, choices, least, rehearsed, table
+from weft.rehearsal.search import Candidate, Trial, candidates, pareto_front, table, try_candidate
 
 ARGUMENTS = ["--mesh", "{mesh}", "tensor={tensor}", "--batch={batch}", '{"json": 1}']
 
 
 def test_every_division_of_the_ranks_and_every_value_is_a_choice():
-    found = choices(ARGUMENTS, 6, ["data", "tensor"], {"batch": ["8", "16"]})
+    found = candidates(ARGUMENTS, 6, ["data", "tensor"], {"batch": ["8", "16"]})
     assert len(found) == 4 * 2
     assert [each.label for each in found[:3]] == [
         "data=6, tensor=1, batch=8",
@@ -21,15 +21,15 @@ def test_every_division_of_the_ranks_and_every_value_is_a_choice():
 
 
 def test_a_mesh_that_the_script_does_not_take_is_that_of_the_context():
-    found = choices(["--depth", "2"], 8, ["replica", "shard"], {})
+    found = candidates(["--depth", "2"], 8, ["replica", "shard"], {})
     assert [each.mesh for each in found] == [(("replica", n), ("shard", 8 // n)) for n in (8, 4, 2, 1)]
-    assert len(choices([], 64, ["a", "b", "c"], {})) == 28
+    assert len(candidates([], 64, ["a", "b", "c"], {})) == 28
 
 
 @pytest.mark.parametrize(("name", "text"), [("rows", "occurs in no argument"), ("tensor", "name of an axis")])
 def test_an_option_that_cannot_be_varied_is_refused(name, text):
     with pytest.raises(ValueError, match=rf"(?s)--vary {name} .*{text}.*found:.*fix: +weft rehearse .*{{{name}}}"):
-        choices(ARGUMENTS, 6, ["data", "tensor"], {name: ["1"]})
+        candidates(ARGUMENTS, 6, ["data", "tensor"], {name: ["1"]})
 
 
 def trial(label, peak, sent):
@@ -39,7 +39,7 @@ def trial(label, peak, sent):
         program="train.py", rank=0, world_size=8, mesh=(("shard", 8),), device="cpu", steps=1,
         at_rest=Memory(parameters=512), peak=memory, messages=(message,), links=Links((0, 1e3), (0, 1e3)),
     )  # fmt: skip
-    return rehearsed(Choice((), None, label), lambda _: found)
+    return try_candidate(Candidate((), None, label), lambda _: found)
 
 
 def fails(choice):
@@ -50,15 +50,15 @@ TRIALS = [
     trial("worse", 3072, 2048),
     trial("small", 1024, 4096),
     trial("large", 2048, 1024),
-    rehearsed(Choice((), None, "broken"), fails),
+    try_candidate(Candidate((), None, "broken"), fails),
 ]
 
 
 def test_the_least_are_those_that_no_other_beats():
-    assert [each.choice.label for each in least(TRIALS)] == ["small", "large"]
+    assert [each.choice.label for each in pareto_front(TRIALS)] == ["small", "large"]
     twins = [trial("one", 1024, 1024), trial("two", 1024, 1024)]
-    assert least(twins) == twins
-    assert least([Trial(Choice((), None, "broken"), error=ValueError())]) == []
+    assert pareto_front(twins) == twins
+    assert pareto_front([Trial(Candidate((), None, "broken"), error=ValueError())]) == []
 
 
 def test_the_table_has_all_of_them_with_marks_and_errors():

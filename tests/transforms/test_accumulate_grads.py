@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import weft
-from weft.data.windows.micro_batches import MicroBatches
+from weft.data.windows.micro_batches import WindowBatches
 from weft.testing import largest_difference, run_ranks
 
 
@@ -872,7 +872,7 @@ def test_nothing_global_changes_and_nothing_is_left():
         for x in window:
             model(x).sum().backward()
     assert _global_state() == before
-    first = next(iter(window.__class__(MicroBatches(iter([(1, None)]), 1), windows.weft_splitter.sync)))
+    first = next(iter(window.__class__(WindowBatches(iter([(1, None)]), 1), windows.weft_splitter.sync)))
     assert first == 1
     refs = [weakref.ref(part) for part in (model, loader, windows, window, ctx, windows.weft_splitter)]
     del model, loader, windows, window, ctx, x

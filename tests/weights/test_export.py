@@ -17,7 +17,7 @@ from torch import nn
 import weft
 import weft.cli
 from weft.checkpoint.format.manifest import Piece, TensorEntry
-from weft.checkpoint.format.safetensors_read import TensorFiles, in_order
+from weft.checkpoint.format.safetensors_read import TensorFiles, contiguous_blocks
 from weft.errors import CheckpointError
 from weft.tensors.blocks import Block
 from weft.testing import run_ranks
@@ -343,7 +343,9 @@ def test_memory_does_not_grow_with_the_weights(tmp_path):
 @pytest.mark.parametrize("most", [1, 2, 5, 100])
 def test_blocks_in_order_cover_a_tensor_as_its_memory_lies(shape, most):
     whole = torch.arange(max(torch.Size(shape).numel(), 1)).reshape(shape) if 0 not in shape else torch.empty(shape)
-    parts = [whole[tuple(slice(o, o + s) for o, s in zip(*block, strict=True))] for block in in_order(shape, most)]
+    parts = [
+        whole[tuple(slice(o, o + s) for o, s in zip(*block, strict=True))] for block in contiguous_blocks(shape, most)
+    ]
     assert all(part.numel() <= most for part in parts)
     assert [x for part in parts for x in part.flatten().tolist()] == whole.flatten().tolist()
 

@@ -3,7 +3,7 @@
 save.py              `save`
 save_async.py        `save_async`: the same beside the program
 staging.py           the memory that it copies the state into
-draft.py             what a rank brings, and how the main rank makes a whole of it; which older ones go
+draft.py             what each rank writes, and how the main rank commits it; older ones pruned
 compare_replicas.py  whether ranks that hold the same tensor hold the same values
 restore.py           `restore`
 reader.py            which bytes of which files this rank needs

@@ -49,7 +49,7 @@ def digests(replicas: Replicas) -> dict[str, str]:
     return {group: hashlib.sha256(json.dumps(numbers).encode()).hexdigest() for group, numbers in replicas.items()}
 
 
-def differing(told: Sequence[Mapping[str, str]]) -> list[str]:
+def differing_groups(told: Sequence[Mapping[str, str]]) -> list[str]:
     """The groups of tensors of which ranks told other hashes."""
     hashes: defaultdict[str, set[str]] = defaultdict(set)
     for one in told:
@@ -58,7 +58,7 @@ def differing(told: Sequence[Mapping[str, str]]) -> list[str]:
     return [group for group, found in hashes.items() if len(found) > 1]
 
 
-def refuse(told: Sequence[Replicas]) -> None:
+def raise_different(told: Sequence[Replicas]) -> None:
     """Raise, naming tensors and ranks.
 
     Args:

@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple, TypeAlias
 
 import torch
 
-from weft.checkpoint.compare_replicas import Replicas, differing, digests, fingerprints, refuse
+from weft.checkpoint.compare_replicas import Replicas, differing_groups, digests, fingerprints, raise_different
 from weft.checkpoint.format.manifest import (
     Damage,
     FileEntry,
@@ -29,12 +29,12 @@ from weft.checkpoint.format.manifest import (
     parse_manifest,
     step_of,
 )
-from weft.checkpoint.format.tensor_blocks import holders, writers
+from weft.checkpoint.format.tensor_blocks import ranks_with_same_blocks, share_out_writes
 from weft.checkpoint.history import History, history_of
 from weft.checkpoint.state.collect import Checkpoint, Content, collect
-from weft.checkpoint.state.other_ranks import add_elsewhere
+from weft.checkpoint.state.other_ranks import add_other_ranks
 from weft.checkpoint.state.random_states import random_state
-from weft.checkpoint.storage.find import checked, storage_of, target
+from weft.checkpoint.storage.find import checked_manifest, step_folder, storage_of
 from weft.checkpoint.storage.protocol import Draft, Storage, changed_bytes
 from weft.collectives.on_all_ranks import from_main, gathered, gathered_on_main
 from weft.context import DistContext
@@ -78,10 +78,12 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
         TypeError: Something in the state cannot be saved; the text names it.
     """
     content = collect(state)
-    partly = add_elsewhere(content, state, ctx)
-    ranks = holders((held for name, held in content.tensors.items() if ctx.rank in partly.get(name, (ctx.rank,))), ctx)
+    partly = add_other_ranks(content, state, ctx)
+    ranks = ranks_with_same_blocks(
+        (held for name, held in content.tensors.items() if ctx.rank in partly.get(name, (ctx.rank,))), ctx
+    )
     ranks |= {name: tuple(sorted(there.intersection(ranks.get(name, there)))) for name, there in partly.items()}
-    written = _share(content, ranks, ctx)
+    written = _blocks_to_write(content, ranks, ctx)
     of_rank: dict[str, Any] = {"rng": random_state(ctx)} if state.rng else {}
     if content.generators:
         of_rank["generators"] = content.generators
@@ -114,7 +116,7 @@ def outline_of(
     )
 
 
-def _share(content: Content, ranks: Mapping[str, Sequence[int]], ctx: DistContext) -> list[Held]:
+def _blocks_to_write(content: Content, ranks: Mapping[str, Sequence[int]], ctx: DistContext) -> list[Held]:
     """The blocks that this rank writes: its share of the tensors that all hold, and of others where it is the first.
 
     Buffers are written by rank 0, together: where ranks have their own, as after a forward without a backward, those
@@ -126,7 +128,7 @@ def _share(content: Content, ranks: Mapping[str, Sequence[int]], ctx: DistContex
         for held in tensors
         if not held.is_sharded and held.name not in content.buffers and len(ranks[held.name]) == ctx.world_size
     }
-    chosen = writers(sizes, ctx.world_size)
+    chosen = share_out_writes(sizes, ctx.world_size)
     first = {name: chosen.get(name, there[0]) for name, there in ranks.items() if there}
     return [one for one in tensors if first.get(one.name) == ctx.rank and one.block.size]
 
@@ -197,7 +199,7 @@ def start_saving(
     replicas = ctx.replicas
     if replicas is not None and any(gathered(what, ctx, lambda: replicas.broken)):
         return None
-    history, storage, name = history_of(ctx, directory), storage_of(directory), target(directory, step).name
+    history, storage, name = history_of(ctx, directory), storage_of(directory), step_folder(directory, step).name
     found: dict[str, Any] = {}
     with contextlib.ExitStack() as ending:
 
@@ -210,7 +212,7 @@ def start_saving(
                 there = history.begin_anew(storage, there)
             history.check(storage, step, there)
             if name in there:
-                found.update(_found_there(storage, name, history, brought))
+                found.update(_existing_checkpoint(storage, name, history, brought))
             draft = storage.begin(name)
             ending.push(lambda kind, *_: storage.abandon(draft) if kind else None)
             return [*draft, history.name_run()]
@@ -223,7 +225,7 @@ def start_saving(
         return Saving(storage=storage, name=name, draft=draft, history=history, ending=ending.pop_all(), **found)
 
 
-def _found_there(storage: Storage, name: str, history: History, brought: Outline) -> dict[str, Any]:
+def _existing_checkpoint(storage: Storage, name: str, history: History, brought: Outline) -> dict[str, Any]:
     """What has the name of a checkpoint that is to be saved.
 
     Raises:
@@ -231,7 +233,7 @@ def _found_there(storage: Storage, name: str, history: History, brought: Outline
         OSError: It cannot be read.
     """
     try:
-        existing = checked(storage, name, content=True)
+        existing = checked_manifest(storage, name, content=True)
     except Damage:
         return {}  # a run that went back behind it comes to this step again
     is_abandoned = name in history.abandoned
@@ -301,7 +303,7 @@ def complete(
 
     def committed() -> list[str]:
         _check_alike(parts)
-        doubtful = differing([part["replicas"] for part in parts])
+        doubtful = differing_groups([part["replicas"] for part in parts])
         if doubtful:
             return doubtful
         manifest = _manifest(step, saving.history.run, score, brought, parts)
@@ -316,14 +318,14 @@ def complete(
         _after_commit(saving, keep)
         return []
 
-    saving.history.tries(saving.name)
+    saving.history.note_attempt(saving.name)
     parts = gathered_on_main(what, ctx, written)
     doubtful = from_main(what, ctx, committed)
     if not doubtful:
-        saving.history.saved(saving.name)
+        saving.history.note_saved(saving.name)
     else:
         told = gathered_on_main(what, ctx, lambda: {group: brought.replicas.get(group, {}) for group in doubtful})
-        from_main(what, ctx, lambda: refuse(told))
+        from_main(what, ctx, lambda: raise_different(told))
 
 
 def _holds(storage: Storage, draft: Draft, name: str, entry: FileEntry) -> bool:

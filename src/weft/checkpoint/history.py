@@ -24,7 +24,7 @@ from weft.context import DistContext
 from weft.errors import CheckpointError, listed
 
 
-class Facts(NamedTuple):
+class ManifestSummary(NamedTuple):
     """What a manifest says about a checkpoint as a whole.
 
     Attributes:
@@ -39,13 +39,13 @@ class Facts(NamedTuple):
 
 
 @dataclass
-class _Job:
+class _JobHistory:
     """What one job knows, in this process.
 
     Attributes:
-        own: The name of its run if it goes on with none; all replicas of an elastic job have the same.
+        own: The name of its run if it continues none; all replicas of an elastic job have the same.
         is_elastic: Whether its replicas save in turn.
-        runs: Names of the runs that it goes on with; the first one is given to what it saves elsewhere.
+        runs: Names of the runs that it continues; the first one is given to what it saves elsewhere.
         resumed: The step that it has restored; None if it has restored nothing.
         histories: By directory.
     """
@@ -65,7 +65,7 @@ class History:
         abandoned: Names of checkpoints of a branch of this run that was abandoned.
     """
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: _JobHistory) -> None:
         self.run: str | None = None
         self.abandoned: set[str] = set()
         self._job = job
@@ -74,9 +74,9 @@ class History:
         self._own: set[int] = set()  # steps that it has saved since
         self._tried: set[int] = set()  # steps that it has tried to save
         self._damaged: set[str] = set()  # names of checkpoints
-        self._facts: dict[str, tuple[object, Facts]] = {}
+        self._facts: dict[str, tuple[object, ManifestSummary]] = {}
 
-    def restored(self, run: str | None, step: int, there: Iterable[str], damaged: Iterable[str]) -> None:
+    def note_restored(self, run: str | None, step: int, there: Iterable[str], damaged: Iterable[str]) -> None:
         """Note what was restored, and what else was there.
 
         Args:
@@ -105,11 +105,11 @@ class History:
         """The name of the run, for the next manifest; one that is made up if it has none."""
         return self.run or next(iter(self._job.runs), self._job.own)
 
-    def tries(self, name: str) -> None:
+    def note_attempt(self, name: str) -> None:
         """Note that this job begins to save a checkpoint: whatever becomes of it, it is no other job's."""
         self._tried.add(step_of(name))
 
-    def saved(self, name: str) -> None:
+    def note_saved(self, name: str) -> None:
         """Note that this job has saved a checkpoint."""
         self._damaged.discard(name)
         self.abandoned.discard(name)
@@ -193,7 +193,7 @@ class History:
             self._damaged.add(name)
             return False
 
-    def facts(self, storage: Storage, name: str) -> Facts:
+    def facts(self, storage: Storage, name: str) -> ManifestSummary:
         """What the manifest of a checkpoint says, which is read once.
 
         Raises:
@@ -209,7 +209,7 @@ class History:
         if facts is None or stamp is None or known != stamp:
             manifest = storage.manifest(name)
             sizes = {file: entry.bytes for file, entry in manifest.files.items()}
-            facts = Facts(manifest.run, manifest.score, sizes)
+            facts = ManifestSummary(manifest.run, manifest.score, sizes)
             self._facts[name] = stamp, facts
         return facts
 
@@ -235,9 +235,9 @@ class History:
 def history_of(ctx: DistContext, directory: Path) -> History:
     """What the job of a context knows of a directory."""
     root = ctx.world.root
-    if not isinstance(root.checkpoints, _Job):
+    if not isinstance(root.checkpoints, _JobHistory):
         is_elastic = ctx.replicas is not None
-        root.checkpoints = _Job(secrets.token_hex(8) if ctx.replicas is None else ctx.replicas.job(), is_elastic)
+        root.checkpoints = _JobHistory(secrets.token_hex(8) if ctx.replicas is None else ctx.replicas.job(), is_elastic)
     job = root.checkpoints
     where = str(directory) if isinstance(directory, RemotePath) else os.path.realpath(directory)
     return job.histories.setdefault(where, History(job))

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from weft.checkpoint.format.manifest import Manifest, check_place
 from weft.checkpoint.format.safetensors_read import TensorFiles
-from weft.checkpoint.format.transfer import Stored, Transfer, are_equal, in_parts, is_faithful, transfer
+from weft.checkpoint.format.transfer import Stored, Transfer, equal_bits, is_faithful, read_blocks, read_in_parts
 from weft.checkpoint.storage.directory import Directory
 from weft.checkpoint.storage.find import check_files
 from weft.collectives.on_all_ranks import num_threads
@@ -114,9 +114,9 @@ class Reader:
         stored, block = self._found(name, held)
         for other in others:
             twin, _ = self._found(other, held)
-            if stored.dtype != twin.dtype or not are_equal(self._files, stored, twin, block, stored.dtype):
+            if stored.dtype != twin.dtype or not equal_bits(self._files, stored, twin, block, stored.dtype):
                 yield f"{held.name} and {other} are one tensor, and have two values in the checkpoint"
-        parts = in_parts(self._files, stored, block, stored.dtype) if stored.dtype != dtype else ()
+        parts = read_in_parts(self._files, stored, block, stored.dtype) if stored.dtype != dtype else ()
         if not all(is_faithful(values, values.to(dtype)) for _, values in parts):
             yield f"{held.name} has numbers that {held.dtype} does not have"
 
@@ -129,7 +129,7 @@ class Reader:
             CheckpointError: A file is gone or not as it was.
             OSError: It cannot be read.
         """
-        transfer(self._files, self._new, num_threads=num_threads(self._ctx))
+        read_blocks(self._files, self._new, num_threads=num_threads(self._ctx))
 
     def read_live(self) -> None:
         """Give values to the tensors of `request_into`, and close the files.
@@ -140,7 +140,7 @@ class Reader:
             CheckpointError: A file is gone or not as it was.
             OSError: It cannot be read.
         """
-        transfer(self._files, self._live, num_threads=num_threads(self._ctx))
+        read_blocks(self._files, self._live, num_threads=num_threads(self._ctx))
         for _, _, out in self._live:
             if out.device.type == "cpu" and not out.is_inference():
                 increment_version(out)  # for autograd, which has not seen it change

@@ -12,11 +12,11 @@ from weft.checkpoint.format.hashes import new_hash
 from weft.checkpoint.format.manifest import Damage, Manifest, read_manifest, step_of
 from weft.checkpoint.history import history_of
 from weft.checkpoint.reader import Reader
-from weft.checkpoint.state.apply import Plan, check_values, load_objects, put_weights, request
-from weft.checkpoint.state.collect import Checkpoint, around, check_state
-from weft.checkpoint.storage.copies import Copies, copies, undamaged
+from weft.checkpoint.state.apply import RestorePlan, check_values, load_objects, put_weights, request
+from weft.checkpoint.state.collect import Checkpoint, check_state, with_user_hooks
+from weft.checkpoint.storage.copies import Copies, raise_damage_on_all, share_copies
 from weft.checkpoint.storage.directory import Directory
-from weft.checkpoint.storage.find import check_files, located, names_of, place, storage_of
+from weft.checkpoint.storage.find import check_files, checkpoint_names, locate, path_or_url, storage_of
 from weft.checkpoint.storage.protocol import Storage
 from weft.collectives.on_all_ranks import from_main, on_all
 from weft.context import DistContext
@@ -97,15 +97,15 @@ def restore(
     facts = {"directory": str(directory), "objects": list(state.objects), "strict": strict}
     ctx.agree("restore", {**facts, "discard_newer": discard_newer})
     with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-        where = place(directory)
+        where = path_or_url(directory)
         one = from_main("restore", ctx, lambda: _one_of(where))
         storage = storage_of(where if one is None else where.parent)
-        with copies("restore", storage, ctx) as here:
+        with share_copies("restore", storage, ctx) as here:
             found, skipped, there = _newest(state, storage, one, here, ctx, strict=strict)
             if found is None:
                 return None
             plan, name = found
-            with around("restore", state, ctx):
+            with with_user_hooks("restore", state, ctx):
                 with contextlib.ExitStack() as undo:
                     on_all("restore", ctx, lambda: load_objects(plan, ctx, undo))
                     undo.pop_all()
@@ -115,7 +115,7 @@ def restore(
     manifest = plan.reader.manifest
     if discard_newer and not ctx.world.pretended:
         there = from_main("restore", ctx, lambda: _discard_newer(storage, manifest.step))
-    history_of(ctx, storage.where).restored(manifest.run, manifest.step, there, [each for each, _ in skipped])
+    history_of(ctx, storage.where).note_restored(manifest.run, manifest.step, there, [each for each, _ in skipped])
     return Restored(
         step=manifest.step,
         path=storage.where / name,
@@ -128,7 +128,7 @@ def restore(
 
 def _one_of(where: Path) -> str | None:
     """The name of the checkpoint that is at a path; None if that is a directory of them."""
-    storage, name = located(where)
+    storage, name = locate(where)
     if name is None:
         storage.check_place("restore")
     return name
@@ -136,10 +136,10 @@ def _one_of(where: Path) -> str | None:
 
 def _newest(
     state: Checkpoint, storage: Storage, one: str | None, here: Copies, ctx: DistContext, *, strict: bool
-) -> tuple[tuple[Plan, str] | None, list[tuple[str, str]], list[str]]:
+) -> tuple[tuple[RestorePlan, str] | None, list[tuple[str, str]], list[str]]:
     """The newest checkpoint that is whole, the newer ones that are not and why, and the names of all there are."""
     while True:
-        there = from_main("restore", ctx, lambda: names_of(storage))
+        there = from_main("restore", ctx, lambda: checkpoint_names(storage))
         skipped: list[tuple[str, str]] = []
         for name in there[::-1] if one is None else [one]:
             try:
@@ -162,7 +162,7 @@ def _newest(
     return None, [], []
 
 
-def _planned(state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool) -> Plan:
+def _planned(state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool) -> RestorePlan:
     """Read a checkpoint as far as nothing is changed.
 
     Raises:
@@ -172,21 +172,21 @@ def _planned(state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool)
         PeerError: Another rank failed.
     """
 
-    def plan() -> tuple[Reader, Plan | CheckpointError]:
+    def plan() -> tuple[Reader, RestorePlan | CheckpointError]:
         reader = Reader(folder, _inspected(folder), ctx)
         try:
             return reader, request(state, reader, ctx, strict=strict)
         except CheckpointError as error:  # it may not fit because it is damaged
             return reader, error
 
-    def checked() -> Plan:
+    def checked() -> RestorePlan:
         if isinstance(found, CheckpointError):
             raise found
         check_values(found)
         return found
 
-    reader, found = undamaged("restore", ctx, plan)
-    undamaged("restore", ctx, reader.check)
+    reader, found = raise_damage_on_all("restore", ctx, plan)
+    raise_damage_on_all("restore", ctx, reader.check)
     return on_all("restore", ctx, checked)
 
 

@@ -12,8 +12,8 @@ import torch
 from weft.checkpoint.draft import Keep, complete, outline, start_saving
 from weft.checkpoint.format.manifest import MAX_STEP
 from weft.checkpoint.format.safetensors_write import write_tensors
-from weft.checkpoint.state.collect import Checkpoint, around, check_state
-from weft.checkpoint.storage.find import place, target
+from weft.checkpoint.state.collect import Checkpoint, check_state, with_user_hooks
+from weft.checkpoint.storage.find import path_or_url, step_folder
 from weft.checks import as_number, check_count
 from weft.collectives.on_all_ranks import on_all
 from weft.context import DistContext
@@ -85,20 +85,20 @@ def save(
         ...     weft.save(state, folder, 10, ctx).name
         'step-00000010'
     """
-    where, kept = come_together("save", state, directory, step, ctx, keep, keep_best, score, fresh)
-    with around("save", state, ctx):
+    where, kept = check_ready_to_save("save", state, directory, step, ctx, keep, keep_best, score, fresh)
+    with with_user_hooks("save", state, ctx):
         brought, mine = on_all("save", ctx, lambda: outline(state, ctx))
         if isinstance(ctx.world.group, PretendedGroup):
-            return counted(where, step, mine, ctx.world.group)
+            return note_rehearsed_save(where, step, mine, ctx.world.group)
         saving = start_saving("save", where, step, brought, ctx, fresh=fresh)
         if saving is not None:
             with saving.ending:
                 write = partial(write_tensors, mine)
                 complete("save", saving, step, brought, write, ctx, keep=kept, score=score)
-    return target(where, step)
+    return step_folder(where, step)
 
 
-def come_together(
+def check_ready_to_save(
     what: str,
     state: Checkpoint,
     directory: str | Path,
@@ -152,7 +152,7 @@ def come_together(
             expected="a state that belongs to one step",
             fix="weft.restore(state, directory, ctx)  # until it succeeds; or build the objects anew",
         )
-    where = place(directory)
+    where = path_or_url(directory)
     facts = {"step": step, "directory": str(where), "objects": list(state.objects), "keep": keep}
     on_all(
         what,
@@ -163,14 +163,14 @@ def come_together(
     return where, Keep(keep, keep_best)
 
 
-def counted(directory: Path, step: int, written: Mapping[str, torch.Tensor], group: PretendedGroup) -> Path:
+def note_rehearsed_save(directory: Path, step: int, written: Mapping[str, torch.Tensor], group: PretendedGroup) -> Path:
     """In a rehearsal, note what this rank would write; the folder, which is not made."""
     group.saved = sum(tensor.nbytes for tensor in written.values())
-    return target(directory, step)
+    return step_folder(directory, step)
 
 
 def _end_of_running(ctx: DistContext) -> None:
-    """Wait for a save in the background; raises its error if nobody has seen it."""
+    """Wait for a save in the background; raises its error if it was not raised yet."""
     background = ctx.world.root.background
     failure = None if background is None else background.finish(math.inf)
     if failure is not None:

@@ -22,10 +22,10 @@ from functools import partial
 from pathlib import Path
 
 from weft.checkpoint.draft import Outline, Saving, complete, outline, start_saving
-from weft.checkpoint.save import come_together, counted
+from weft.checkpoint.save import check_ready_to_save, note_rehearsed_save
 from weft.checkpoint.staging import Staged, Staging
-from weft.checkpoint.state.collect import Checkpoint, around
-from weft.checkpoint.storage.find import target
+from weft.checkpoint.state.collect import Checkpoint, with_user_hooks
+from weft.checkpoint.storage.find import step_folder
 from weft.collectives.on_all_ranks import num_threads, on_all
 from weft.context import DistContext, World
 from weft.context.placement import value_device
@@ -91,18 +91,18 @@ def save_async(
         ...     running.wait().name
         'step-00000010'
     """
-    where, kept = come_together(_WHAT, state, directory, step, ctx, keep, keep_best, score, fresh)
+    where, kept = check_ready_to_save(_WHAT, state, directory, step, ctx, keep, keep_best, score, fresh)
     if isinstance(ctx.world.group, PretendedGroup):
-        with around("save", state, ctx):
+        with with_user_hooks("save", state, ctx):
             _, mine = on_all(_WHAT, ctx, lambda: outline(state, ctx))
-        return _nothing_to_do(counted(where, step, mine, ctx.world.group))
+        return _nothing_to_do(note_rehearsed_save(where, step, mine, ctx.world.group))
     saver = _saver_of(ctx.world)
     beside = replace(ctx, world=saver.open_board(ctx.world))
-    with around("save", state, ctx):
+    with with_user_hooks("save", state, ctx):
         brought, staged = on_all(_WHAT, ctx, lambda: saver.staged(state, ctx))
     saving = start_saving(_WHAT, where, step, brought, ctx, fresh=fresh)
     if saving is None:
-        return _nothing_to_do(target(where, step))
+        return _nothing_to_do(step_folder(where, step))
     second_half = partial(complete, _WHAT, saving, step, brought, staged.write, beside, keep=kept, score=score)
     return saver.start(saving, second_half, beside.world)
 
@@ -110,7 +110,7 @@ def save_async(
 class RunningSave:
     """A save in the background, as returned by `save_async`.
 
-    An error that nobody has asked for is raised by the next save, or when the context is left.
+    An error that no `wait` has raised is raised by the next save, or when the context is closed.
 
     Attributes:
         path: The folder that appears when the checkpoint is complete.
@@ -276,4 +276,4 @@ def _report(running: list[RunningSave]) -> None:
         error = each.unseen_error()
         if error is not None:
             text = f"weft: {_WHAT} of {each.path.name} failed: {exception_text(error)}"
-            print(text, file=sys.stderr)  # noqa: T201  (nobody is left to raise it to)
+            print(text, file=sys.stderr)  # noqa: T201  (the program is over: too late to raise it)

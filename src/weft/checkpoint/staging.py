@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from weft.checkpoint.format.manifest import FileEntry
-from weft.checkpoint.format.safetensors_write import file_head, write_parts
+from weft.checkpoint.format.safetensors_write import file_header, write_parts
 
 _BLOCK_BYTES = 64 * 2**20  # torch rounds pinned memory up to a power of two; blocks of one waste nothing
 _PART_BYTES = 4 * 2**20
@@ -55,7 +55,7 @@ class Staging:
             device: Whose memory is copied to pinned memory, if it is not the CPU.
             num_threads: That copy, if it is the CPU: fresh memory takes one core three times as long as a copy.
         """
-        head, order = file_head(tensors)
+        head, order = file_header(tensors)
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self._take(total, device)
         parts = list(_parts(tensors[name] for name in order))

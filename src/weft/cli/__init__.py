@@ -10,7 +10,7 @@ export.py       write the weights of a checkpoint for others
 estimate.py     sizes of a model, and the memory of training it
 rehearse.py     a script as one rank of many, without memory
 report.py       a run as one page of HTML
-migrate.py      rewrite a script of Accelerate
+migrate.py      rewrite a script of Accelerate or Fabric
 """
 
 from __future__ import annotations

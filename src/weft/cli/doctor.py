@@ -182,7 +182,7 @@ def numa_nodes(addresses: Sequence[str], devices: Path = Path("/sys/bus/pci/devi
 
 
 def check_nccl(env: Mapping[str, str], interfaces: Sequence[str]) -> Iterator[Verdict]:
-    """What NCCL was told, if there is something it would be told; and whether the flight recorder is on."""
+    """Which variables of NCCL are set, and whether the flight recorder is on; nothing without CUDA and variables."""
     given = {
         name: value for name, value in sorted(env.items()) if name.startswith(("NCCL_", "TORCH_NCCL_", "TORCH_FR"))
     }
@@ -306,11 +306,11 @@ def _ranks(nproc: int, folder: Path | None, limit_s: float) -> Iterator[Verdict]
         if name in done:
             yield Verdict(name, "ok", done[name])
         else:
-            yield Verdict(name, "FAIL", _why(output), step)
+            yield Verdict(name, "FAIL", _telling_line(output), step)
             return
 
 
-def _why(output: str) -> str:
+def _telling_line(output: str) -> str:
     """The line that says most: that of the exception, else the last one."""
     lines = [line for line in output.splitlines() if line.strip()]
     said = [line for line in lines if not line.startswith((" ", "weft launch: ", "Traceback"))]

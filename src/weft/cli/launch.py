@@ -26,11 +26,11 @@ from weft.errors import ContextError
 from weft.launching.agent import supervise
 from weft.launching.devices import chosen_devices, visible_devices
 from weft.launching.failures import Ending
-from weft.launching.plan import MEETING_S, Plan, make_plan, secret_of
+from weft.launching.plan import MEETING_S, LaunchPlan, make_plan, secret_of
 from weft.launching.rank_main import run_target
 from weft.launching.replicas import LocalNode, supervise_replicas
 from weft.launching.slurm import batch_script
-from weft.peers.connect import is_here, reach
+from weft.peers.connect import is_here, wait_for_listener
 from weft.peers.replica_groups import REPLICA_VARIABLE
 from weft.peers.store import SECRET_VARIABLE
 
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
     return ending.code
 
 
-def _check_target(plan: Plan, name: str, kind: str) -> None:
+def _check_target(plan: LaunchPlan, name: str, kind: str) -> None:
     """Raise if the script or program is not there, or the program cannot be started in the way asked for."""
     if kind == "script" and not Path(name).is_file():
         is_module = not name.endswith(".py") and all(part.isidentifier() for part in name.split("."))
@@ -169,7 +169,7 @@ def _check_target(plan: Plan, name: str, kind: str) -> None:
         )
 
 
-def _submit(plan: Plan, words: list[str], kind: str, options: argparse.Namespace) -> int:
+def _submit(plan: LaunchPlan, words: list[str], kind: str, options: argparse.Namespace) -> int:
     """Write the script for SLURM and hand it in."""
     text = batch_script(
         plan,
@@ -194,18 +194,18 @@ def _submit(plan: Plan, words: list[str], kind: str, options: argparse.Namespace
     return subprocess.run([command, str(options.slurm)], check=False).returncode  # noqa: S603  (the user's own command)
 
 
-def _launch(plan: Plan, words: list[str], variables: Mapping[str, str], kind: str) -> Ending:
+def _launch(plan: LaunchPlan, words: list[str], variables: Mapping[str, str], kind: str) -> Ending:
     """Start the ranks, and wait until they have ended."""
     if plan.rdzv is not None and plan.most_nodes > 1:
         host, _, port = plan.rdzv.rpartition(":")
         first = is_here(host) if plan.node_rank is None else plan.node_rank == 0
         if not first:
-            reach(host, int(port), who="launch: this node", limit_s=MEETING_S)
+            wait_for_listener(host, int(port), who="launch: this node", limit_s=MEETING_S)
     cores = cores_here() if plan.affinity else []
     with tempfile.TemporaryDirectory(prefix="weft-") as name:
         folder = Path(name)
         if kind == "program":
-            # Nobody stands between this process and the programs, which end with it.
+            # No process stands between this one and the programs, which end with it.
             os.environ.update(variables)  # noqa: TID251
             if sys.platform.startswith("linux"):
                 words = [sys.executable, "-I", "-c", _becoming(), str(os.getpid()), *words]

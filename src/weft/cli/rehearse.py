@@ -15,12 +15,12 @@ from weft.context.settings import parse_mesh
 from weft.errors import WeftError, value_error
 from weft.peers.liveness import exception_text
 from weft.peers.pretended import Mail
-from weft.rehearsal.changes import Change, applied, smallest
+from weft.rehearsal.changes import Change, first_that_fits, recomputing_strategies
 from weft.rehearsal.distinct_ranks import distinct_ranks
 from weft.rehearsal.messages import Links
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.script import rehearse_script
-from weft.rehearsal.search import Choice, choices, rehearsed, table
+from weft.rehearsal.search import Candidate, candidates, table, try_candidate
 from weft.rehearsal.simulation.pretended_tensors import Assumed
 from weft.rehearsal.table import size_text
 
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 def _rehearse(options: argparse.Namespace, limit: float) -> int:
     """One mesh, and over the limit what would fit."""
     mesh = None if options.mesh is None else parse_mesh(options.mesh)
-    every = _ranks(options, Choice(tuple(options.arguments), None if mesh is None else tuple(mesh.items()), ""))
+    every = _ranks(options, Candidate(tuple(options.arguments), None if mesh is None else tuple(mesh.items()), ""))
     print("\n\n".join(map(str, every)))  # noqa: T201
     found = _largest(every)
     if options.json is not None:
@@ -88,10 +88,10 @@ def _rehearse(options: argparse.Namespace, limit: float) -> int:
         return 0
 
     def changed(change: Change) -> Rehearsal:
-        with applied(change):
-            return _one(options, Choice(tuple(options.arguments), change.mesh or found.mesh, ""), found.rank)
+        with recomputing_strategies(change):
+            return _one(options, Candidate(tuple(options.arguments), change.mesh or found.mesh, ""), found.rank)
 
-    fits = smallest(limit, dict(found.mesh) if mesh else None, changed)
+    fits = first_that_fits(limit, dict(found.mesh) if mesh else None, changed)
     print(f"\n{_over(found, limit, fits)}")  # noqa: T201
     return 1
 
@@ -100,13 +100,13 @@ def _search(options: argparse.Namespace, limit: float) -> int:
     """Every choice in one table."""
     axes = [] if options.search is None else [name.strip() for name in options.search.split(",")]
     varied = {name: values.split(",") for name, _, values in (each.partition("=") for each in options.vary)}
-    every = choices(options.arguments, options.ranks, axes, varied)
+    every = candidates(options.arguments, options.ranks, axes, varied)
     given = None if options.mesh is None else tuple(parse_mesh(options.mesh).items())
     trials = []
     for number, choice in enumerate(every, 1):
         print(f"weft rehearse: {number} of {len(every)}, {choice.label}", file=sys.stderr)  # noqa: T201
         meant = dataclasses.replace(choice, mesh=choice.mesh or given)
-        trials.append(rehearsed(meant, lambda choice: _largest(_ranks(options, choice))))
+        trials.append(try_candidate(meant, lambda choice: _largest(_ranks(options, choice))))
     print(table(trials, limit))  # noqa: T201
     found = [each.found for each in trials if each.found is not None]
     if options.json is not None:
@@ -118,7 +118,7 @@ def _search(options: argparse.Namespace, limit: float) -> int:
     return 1 if found else 2
 
 
-def _ranks(options: argparse.Namespace, choice: Choice) -> tuple[Rehearsal, ...]:
+def _ranks(options: argparse.Namespace, choice: Candidate) -> tuple[Rehearsal, ...]:
     """The rank that was asked for, or one of each kind."""
     if options.rank == "all":
         mail = Mail()
@@ -126,7 +126,7 @@ def _ranks(options: argparse.Namespace, choice: Choice) -> tuple[Rehearsal, ...]
     return (_one(options, choice, int(options.rank)),)
 
 
-def _one(options: argparse.Namespace, choice: Choice, rank: int, mail: Mail | None = None) -> Rehearsal:
+def _one(options: argparse.Namespace, choice: Candidate, rank: int, mail: Mail | None = None) -> Rehearsal:
     given = (each.rpartition("=") for each in options.assume)
     assume: Assumed = {line: "balanced" if text == "balanced" else float(text) for line, _, text in given}
     return rehearse_script(

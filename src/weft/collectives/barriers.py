@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from weft.collectives.primitives import enter, one_thread
+from weft.collectives.primitives import enter_collective, refuse_two_threads
 from weft.collectives.tensors import reduce
 from weft.context import DistContext
 from weft.peers.agreement import disagree, wait_for_key
@@ -35,7 +35,7 @@ def barrier(ctx: DistContext) -> None:
         >>> import weft
         >>> barrier(weft.local())
     """
-    with one_thread("barrier", enter("barrier", ctx, None, {})):
+    with refuse_two_threads("barrier", enter_collective("barrier", ctx, None, {})):
         ctx.agree("barrier")
 
 
@@ -67,7 +67,7 @@ def all_or_none(ctx: DistContext, what: str = "all_or_none") -> Iterator[None]:
     except BaseException as error:
         disagree(world, error)
         raise
-    with one_thread(what, world):
+    with refuse_two_threads(what, world):
         ctx.agree(what)
 
 

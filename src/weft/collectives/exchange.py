@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.collectives.primitives import as_bytes, finish, num_bytes, peers_named
+from weft.collectives.primitives import as_bytes, name_lost_peer, num_bytes, wait_for_collective
 from weft.context import World
 
 Counts = list[list[int]]  # of rows, by tensor and rank
@@ -136,9 +136,9 @@ def _swapped(routes: Routes, tensors: Sequence[torch.Tensor]) -> list[torch.Tens
     parts = [as_bytes(each[rank]) for rank in range(size) for each in pieces] if len(whole) > 1 else []
     packed = (torch.cat(parts) if parts else as_bytes(whole[0])).to(routes.device)
     arrived = packed.new_empty(sum(received))
-    with peers_named(routes.what, routes.world):
+    with name_lost_peer(routes.what, routes.world):
         work = dist.all_to_all_single(arrived, packed, received, sent, group=routes.world.group, async_op=True)
-        finish(work, routes.world)
+        wait_for_collective(work, routes.world)
     if len(whole) == 1:
         return [_of_bytes(arrived, whole[0], sum(routes.received[0]))]
     lengths = [counts[rank] * row for rank in range(size) for counts, row in zip(routes.received, rows, strict=True)]

@@ -11,7 +11,13 @@ from torch import nn
 
 from weft.checks import check_count
 from weft.collectives.encoding import Packed, bytes_tensor, pack, unpack
-from weft.collectives.primitives import all_gather_bytes, all_gather_words, enter, finish, peers_named
+from weft.collectives.primitives import (
+    all_gather_bytes,
+    all_gather_words,
+    enter_collective,
+    name_lost_peer,
+    wait_for_collective,
+)
 from weft.context import DistContext, World
 from weft.errors import value_error
 from weft.peers.liveness import exception_text, peer_error
@@ -47,13 +53,13 @@ def broadcast(value: T, ctx: DistContext, *, source: int = 0) -> T:
         {'step': 3}
     """
     _check_source("broadcast", source, ctx)
-    world = enter("broadcast", ctx, None, {"source": source})
+    world = enter_collective("broadcast", ctx, None, {"source": source})
     if world.group is None:
         pack("broadcast", value, ctx.device)
         return value
     if isinstance(world.group, PretendedGroup):  # where the source is pretended, this rank does its part
         value, source = world.group.told(value, source), ctx.rank
-    with peers_named("broadcast", world):
+    with name_lost_peer("broadcast", world):
         return cast("T", _broadcast_packed(value, ctx, world, source))
 
 
@@ -82,7 +88,7 @@ def _packed(what: str, value: object, ctx: DistContext, *, grad: bool = False) -
 
 def _send(values: torch.Tensor, world: World, source: int) -> None:
     """Fill `values` with those of `source`."""
-    finish(dist.broadcast(values, group=world.group, group_src=source, async_op=True), world)
+    wait_for_collective(dist.broadcast(values, group=world.group, group_src=source, async_op=True), world)
 
 
 def gather_objects(value: T, ctx: DistContext) -> list[T]:
@@ -106,10 +112,10 @@ def gather_objects(value: T, ctx: DistContext) -> list[T]:
         >>> gather_objects("a", weft.local())
         ['a']
     """
-    world = enter("gather_objects", ctx, None, {})
+    world = enter_collective("gather_objects", ctx, None, {})
     if world.group is None:
         return [unpack(*pack("gather_objects", value, ctx.device), ctx.device)]
-    with peers_named("gather_objects", world):
+    with name_lost_peer("gather_objects", world):
         return gather_packed("gather_objects", value, world, ctx)
 
 
@@ -160,7 +166,7 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, *, source: int = 0) ->
         'a'
     """
     _check_source("scatter", source, ctx)
-    enter("scatter", ctx, None, {"source": source})
+    enter_collective("scatter", ctx, None, {"source": source})
 
     def make() -> list[T]:
         given = [] if values is None else list(values)
@@ -210,7 +216,7 @@ def scatter_made(make: Callable[[], list[Any] | None], ctx: DistContext, what: s
     head[:2] = torch.tensor([len(text), int(values is not None and failure is None)])
     head[2 : 2 + 2 * len(packed)] = torch.tensor([size for each in packed for size in (each.text_size, len(each.body))])
     head = head.to(ctx.device)
-    with peers_named(what, world):
+    with name_lost_peer(what, world):
         _send(head, world, source)
         text_length, there, *sizes = head.tolist()
         if text_length:
@@ -220,7 +226,7 @@ def scatter_made(make: Callable[[], list[Any] | None], ctx: DistContext, what: s
             mine = torch.empty(max(sizes[1::2]), dtype=torch.uint8, device=ctx.device)
             rows = [nn.functional.pad(each.body, (0, len(mine) - len(each.body))) for each in packed]
             work = dist.scatter(mine, rows or None, group=world.group, group_src=source, async_op=True)
-            finish(work, world)
+            wait_for_collective(work, world)
     if failure is not None:
         raise failure
     if text_length:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from weft.context import DistContext
 from weft.environments import cores_here
 from weft.peers.agreement import agree, disagree, exchange
-from weft.peers.liveness import absent, peer_error
+from weft.peers.liveness import find_absent_rank, peer_error
 
 R = TypeVar("R")
 
@@ -62,7 +62,7 @@ def _tried(what: str, ctx: DistContext, work: Callable[[], R]) -> R:
     try:
         return work()
     except BaseException as error:
-        blamed = absent(ctx.world) if isinstance(error, OSError) else None
+        blamed = find_absent_rank(ctx.world) if isinstance(error, OSError) else None
         disagree(ctx.world, error)
         if blamed is not None:  # it gave up first, and took the folder away
             raise peer_error(what, *blamed) from error

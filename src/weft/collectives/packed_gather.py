@@ -51,13 +51,13 @@ def exchange_columns(
     return [(theirs, their_ids) for theirs, their_ids in found]
 
 
-def _message(structure: str, kinds: Kinds, count: int, ctx: DistContext) -> _Message:
+def _message(structure: str, kinds: Kinds, count: int, ctx: DistContext) -> _PackedMessage:
     """The first message; made once for batches of one shape."""
     messages, capacity = ctx.world.messages, ctx.world.message_bytes or _usual_capacity(ctx.world_size)
     key = structure, kinds, count, capacity
-    message: _Message | None = messages.get(key)
+    message: _PackedMessage | None = messages.get(key)
     if message is None:
-        message = messages[key] = _Message(structure, kinds, count, capacity, ctx)
+        message = messages[key] = _PackedMessage(structure, kinds, count, capacity, ctx)
         if len(messages) > _KEPT:
             del messages[next(iter(messages))]
     return message
@@ -71,7 +71,7 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
-class _Message:
+class _PackedMessage:
     """The first message of all ranks: memory for it, and what of it is a tensor of which rank.
 
     Attributes:

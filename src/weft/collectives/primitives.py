@@ -18,7 +18,7 @@ from weft.engines.torch_errors import is_communication_error
 from weft.errors import ContextError, listed, type_error
 from weft.peers.agreement import agree
 from weft.peers.gloo_connections import never_destroy
-from weft.peers.liveness import absent, check_failed, culprit, late, peer_error
+from weft.peers.liveness import check_failed, find_absent_rank, find_culprit, find_late_rank, peer_error
 from weft.peers.store import StoreLost
 from weft.tensors.dtensor import axes_of, is_sharded
 from weft.tensors.nested import leaves, map_tensors
@@ -113,7 +113,7 @@ def rebuilt(value: T, tensors: Iterable[torch.Tensor]) -> T:
     return map_tensors(lambda _: next(outputs), value)
 
 
-def enter(what: str, ctx: DistContext, value: object, facts: dict[str, object]) -> World:
+def enter_collective(what: str, ctx: DistContext, value: object, facts: dict[str, object]) -> World:
     """Check that a collective may run here; with `debug`, that all ranks mean the same one."""
     world = ctx.require_collective(what)
     check_failed(world)
@@ -154,10 +154,10 @@ def row_gather(rows: torch.Tensor, world: World) -> Callable[[], None]:
     # torch 2.13 gave `all_gather_into_tensor` a new name and deprecated the old one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     everything, mine = rows.view(-1), rows[world.rank]
-    return lambda: finish(gather(everything, mine, group=group, async_op=True), world)
+    return lambda: wait_for_collective(gather(everything, mine, group=group, async_op=True), world)
 
 
-def finish(work: dist.Work | None, world: World, *, on_cpu: bool = False) -> None:
+def wait_for_collective(work: dist.Work | None, world: World, *, on_cpu: bool = False) -> None:
     """Wait for a collective, and look after the peers meanwhile.
 
     A peer that failed elsewhere never comes; on gloo the wait is cut into slices to notice that. What it sent before
@@ -198,7 +198,7 @@ def _wait_in_slices(work: dist.Work, world: World) -> None:
             group: Any = world.group
             never_destroy([group])  # the peers may be in another collective, and wait as this rank does
             raise _clash(world.clash)
-        blamed = absent(world) or culprit(world)
+        blamed = find_absent_rank(world) or find_culprit(world)
         if blamed is not None and blamed == suspect:
             world.root.abandoned = True  # gloo still waits, and in the end closes its connections
             raise peer_error("", *blamed)
@@ -206,20 +206,20 @@ def _wait_in_slices(work: dist.Work, world: World) -> None:
 
 
 @contextlib.contextmanager
-def peers_named(what: str, world: World) -> Iterator[None]:
+def name_lost_peer(what: str, world: World) -> Iterator[None]:
     """Turn torch's error about a lost connection into one that names the rank to blame; one thread at a time.
 
     A collective of an aborted group has none: what came of it is not looked at.
     """
     try:
-        with one_thread(what, world):
+        with refuse_two_threads(what, world):
             yield
     except StoreLost as error:
         raise peer_error(what, error.rank, error.text) from error
     except RuntimeError as error:
         blamed = world.root.failure
         if blamed is None and is_communication_error(error):
-            blamed = late(world, what) if "imed out" in str(error) else culprit(world)
+            blamed = find_late_rank(world, what) if "imed out" in str(error) else find_culprit(world)
         if blamed is None:
             raise
         raise peer_error(what, *blamed) from error
@@ -228,7 +228,7 @@ def peers_named(what: str, world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def one_thread(what: str, world: World) -> Iterator[None]:
+def refuse_two_threads(what: str, world: World) -> Iterator[None]:
     """Refuse a collective while another thread of this rank is in one: which of the two meets which is chance.
 
     Both threads learn of it: one that went on alone might meet the other one of its peers, and wait for good.

@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 
 from weft.collectives.exchange import Counts, Routes, add_up, swap
-from weft.collectives.primitives import HEADER_WORDS, all_gather_words, enter, finish, peers_named, rebuilt, tensors_of
+from weft.collectives.primitives import (
+    HEADER_WORDS,
+    all_gather_words,
+    enter_collective,
+    name_lost_peer,
+    rebuilt,
+    tensors_of,
+    wait_for_collective,
+)
 from weft.collectives.tensors import ReduceOp, check_op, mean_dtype
 from weft.context import DistContext, World
 from weft.errors import listed, value_error
@@ -53,13 +61,13 @@ def all_to_all(value: T, ctx: DistContext, *, splits: Sequence[int] | None = Non
     """
     found, tracked = tensors_of("all_to_all", value, grad=grad)
     counts = _splits("all_to_all", found, splits, ctx)
-    world = enter("all_to_all", ctx, value, {})
+    world = enter_collective("all_to_all", ctx, value, {})
     if world.group is None:
         return rebuilt(value, [tensor.clone() for tensor in found])
     described = "; ".join(
         f"{'.'.join(path) or 'value'}: {leaf.dtype}, rows of {list(leaf.shape[1:])}" for path, leaf in leaves(value)
     )
-    with peers_named("all_to_all", world):
+    with name_lost_peer("all_to_all", world):
         received = _exchange_counts(counts, described + tracked, world, ctx)
     return rebuilt(value, swap(Routes("all_to_all", world, counts, received, ctx.device), found))
 
@@ -98,14 +106,14 @@ def reduce_scatter(
     check_op("reduce_scatter", op)
     found, tracked = tensors_of("reduce_scatter", value, grad=grad)
     counts = _splits("reduce_scatter", found, splits, ctx)
-    world = enter("reduce_scatter", ctx, value, {"op": op})
+    world = enter_collective("reduce_scatter", ctx, value, {"op": op})
     if world.group is None:
         return rebuilt(value, [_combined(tensor[None], op) for tensor in found])
     described = "; ".join(
         f"{'.'.join(path) or 'value'}: {leaf.dtype} {list(leaf.shape)} cut into {each}"
         for (path, leaf), each in zip(leaves(value), counts, strict=True)
     )
-    with peers_named("reduce_scatter", world):
+    with name_lost_peer("reduce_scatter", world):
         words = all_gather_words([zlib.crc32((described + tracked).encode())], world, ctx, 1)
     if any(word != words[0] for word in words):
         compare_values(world, "reduce_scatter", described + tracked)
@@ -156,7 +164,7 @@ def _exchange_counts(counts: Counts, text: str, world: World, ctx: DistContext) 
 def _all_to_all_words(rows: torch.Tensor, world: World, ctx: DistContext) -> torch.Tensor:
     sent = rows.contiguous().to(ctx.device)
     received = torch.empty_like(sent)
-    finish(dist.all_to_all_single(received, sent, group=world.group, async_op=True), world)
+    wait_for_collective(dist.all_to_all_single(received, sent, group=world.group, async_op=True), world)
     return received.cpu()
 
 

@@ -12,7 +12,14 @@ import torch.distributed as dist
 from weft.checks import check_choice
 from weft.collectives.exchange import Gathering, Routes, Summing
 from weft.collectives.objects import gather_packed
-from weft.collectives.primitives import enter, finish, only_tensors, peers_named, rebuilt, tensors_of
+from weft.collectives.primitives import (
+    enter_collective,
+    name_lost_peer,
+    only_tensors,
+    rebuilt,
+    tensors_of,
+    wait_for_collective,
+)
 from weft.context import DistContext, World
 from weft.errors import ContextError, type_error, value_error
 from weft.peers.agreement import compare
@@ -60,13 +67,13 @@ def reduce(value: T, ctx: DistContext, op: ReduceOp = "sum", *, grad: bool = Fal
             expected='"sum" or "mean"',
             fix=f"weft.gather(value[None], ctx, grad=True).a{op}(0)",
         )
-    world = enter("reduce", ctx, value, {"op": op})
+    world = enter_collective("reduce", ctx, value, {"op": op})
     inputs = [_for_op(tensor, op) for tensor in found]
     if world.group is None:
         return rebuilt(value, inputs)
 
     def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        with peers_named("reduce", world):
+        with name_lost_peer("reduce", world):
             return _reduce_packed(tensors, op, world)
 
     return rebuilt(value, Summing.apply(run, *inputs) if tracked else run(inputs))  # type: ignore[no-untyped-call]
@@ -106,7 +113,7 @@ def _reduce_packed(inputs: list[torch.Tensor], op: str, world: World) -> list[to
         packed = packed.to(_CARRIERS.get(dtype, dtype))
         sent = torch.view_as_real(packed) if packed.is_complex() and op in ("sum", "mean") else packed
         work = dist.all_reduce(sent, op=_OPS[op], group=world.group, async_op=True)
-        finish(work, world, on_cpu=sent.device.type == "cpu")
+        wait_for_collective(work, world, on_cpu=sent.device.type == "cpu")
         packed = packed.to(dtype)
         packed = packed / world.size if op == "mean" else packed
         for i, part in zip(indices, packed.split([inputs[i].numel() for i in indices]), strict=True):
@@ -147,10 +154,10 @@ def gather(value: T, ctx: DistContext, *, grad: bool = False) -> T:
     """
     found, tracked = tensors_of("gather", value, grad=grad)
     found = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in found]
-    world = enter("gather", ctx, value, {})
+    world = enter_collective("gather", ctx, value, {})
     if world.group is None:
         return rebuilt(value, [tensor.clone() for tensor in found])
-    with peers_named("gather", world):
+    with name_lost_peer("gather", world):
         everyone = _of_all("gather", value, found, [tensor.detach() for tensor in found], tracked, world, ctx)
     parts = list(zip(*everyone, strict=True))  # by tensor and rank
     _check_inner(parts)
@@ -236,10 +243,10 @@ def pad_across(
             expected="dense tensors",
             fix="torch.nested.to_padded_tensor(value, 0.0)",
         )
-    world = enter("pad_across", ctx, None, {"dim": dim, "side": side, "fill": fill})
+    world = enter_collective("pad_across", ctx, None, {"dim": dim, "side": side, "fill": fill})
     if world.group is None:
         return value
-    with peers_named("pad_across", world):
+    with name_lost_peer("pad_across", world):
         rows = _of_all("pad_across", value, found, [list(tensor.shape) for tensor in found], "", world, ctx)
     sizes = [[row[index] for row in rows] for index in range(len(found))]
     longest = iter([max(shape[dim] if -len(shape) <= dim < len(shape) else 0 for shape in each) for each in sizes])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from weft import torch_internals
 from weft.checks import check_choice
-from weft.collectives.primitives import enter
+from weft.collectives.primitives import enter_collective
 from weft.context import DistContext
 from weft.errors import type_error, value_error
 from weft.tensors.dtensor import is_sharded
@@ -75,8 +75,8 @@ def vocab_cross_entropy(
         wide, flat = _wide(logits).flatten(0, -2), target.flatten()
         one = torch.nn.functional.cross_entropy(wide, flat, ignore_index=ignore_index, reduction=reduction)
         return one.view(target.shape) if reduction == "none" else one
-    world = enter(_WHAT, sub, None, {})
-    losses: torch.Tensor = _Loss.apply(logits, target, ignore_index, world.group, sub.rank)  # type: ignore[no-untyped-call]
+    world = enter_collective(_WHAT, sub, None, {})
+    losses: torch.Tensor = _VocabLoss.apply(logits, target, ignore_index, world.group, sub.rank)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses
     return losses.sum() / (target != ignore_index).sum() if reduction == "mean" else losses.sum()
@@ -107,7 +107,7 @@ def _check(logits: torch.Tensor, target: torch.Tensor) -> None:
         )
 
 
-class _Loss(torch.autograd.Function):
+class _VocabLoss(torch.autograd.Function):
     """Losses per position; the gradient needs no message."""
 
     @staticmethod

@@ -1,13 +1,13 @@
 """The end of a job that is asked to end: all ranks stop after the same step, and say so by their exit code.
 
-A signal comes to some ranks, at any moment of a step, and ranks may be a step apart. Nobody may stop at a
+A signal comes to some ranks, at any moment of a step, and ranks may be a step apart. No rank may stop at a
 step that another one is past already, so the ranks agree through the store, and only when there was a signal.
 
 [Note: the last step] Keys, below a prefix of its own:
     asked        what signal came to which rank
     at/<rank>    the last step after which this rank may continue; null if it asks no more
     count        how many ranks have written that; the last of them writes
-    last         the largest of the steps plus one, the step to stop after; null: nobody stops
+    last         the largest of the steps plus one, the step to stop after; null: no rank stops
 A thread of each rank looks for `asked` now and then, and answers while the main thread is in the middle of
 a step, perhaps waiting for a rank that waits for this answer. From then on the rank may not continue
 before `last` is known. The thread also sees signals of its own rank while the main thread is in C++, as in a wait for
@@ -141,7 +141,7 @@ class Preemption:
         self._before: dict[signal.Signals, Any] = {each: signal.getsignal(each) for each in signals}
         for each in signals:
             signal.signal(each, self._on_signal)
-        self._arrivals = _Arrivals(use=self._store is not None)
+        self._arrivals = _SignalPipe(use=self._store is not None)
         self._thread: threading.Thread | None = None
         if self._store is not None:
             self._thread = threading.Thread(target=self._listen, name="weft preemption", daemon=True)
@@ -284,7 +284,7 @@ class Preemption:
         self.release()
 
 
-class _Arrivals:
+class _SignalPipe:
     """The numbers of signals that came, as C notes them at once; Python calls the handlers later."""
 
     def __init__(self, *, use: bool) -> None:

@@ -21,7 +21,7 @@ from weft.environments.joined import forget_joined
 from weft.errors import ContextError, PeerError
 from weft.peers.agreement import agree
 from weft.peers.gloo_connections import abort_groups, groups_among, never_destroy
-from weft.peers.liveness import culprit, exception_text, late, part, wait_for_parting
+from weft.peers.liveness import exception_text, find_culprit, find_late_rank, part, wait_for_leaving
 from weft.peers.store import StoreLost
 from weft.peers.world import PREEMPTED, World
 from weft.tensors.dtensor import forget_groups
@@ -138,7 +138,7 @@ def close(world: World, leaving: BaseException | None = None) -> None:
 
     Raises:
         PeerError: A peer failed.
-        BaseException: Of work in the background that failed, if nobody has seen it yet.
+        BaseException: Of work in the background that failed, if it was not raised yet.
     """
     if world.closed or _is_forked(world):
         return
@@ -148,7 +148,7 @@ def close(world: World, leaving: BaseException | None = None) -> None:
     failure = _background_failure(world, world.timeout_s) or _difference(world)
     world.closed = True
     part(world, failure)
-    wait_for_parting(world, world.timeout_s if world.serves_store else min(world.timeout_s, _CLOSE_LIMIT_S))
+    wait_for_leaving(world, world.timeout_s if world.serves_store else min(world.timeout_s, _CLOSE_LIMIT_S))
     _release(world)
     if failure is not None:
         raise failure
@@ -174,7 +174,7 @@ def _difference(world: World) -> ContextError | None:
 
 
 def _background_failure(world: World, limit_s: float) -> BaseException | None:
-    """Wait for the work in the background; return its error, if nobody has seen it yet."""
+    """Wait for the work in the background; return its error, if it was not raised yet."""
     background, world.background = world.background, None
     return None if background is None else background.finish(limit_s)
 
@@ -195,13 +195,13 @@ def close_after(world: World, error: BaseException | None) -> None:
     world.closed = True
     cause = _cause(world, error)
     part(world, cause)
-    # Once nobody here holds the group, its connections close and the peers wake up at once.
+    # Once nothing here refers to the group, its connections close and the peers wake up at once.
     _release(world, failed=True)
     failure = _background_failure(world, min(world.timeout_s, _CLOSE_LIMIT_S))
     if failure is not None:
         cause.add_note(f"weft: work in the background failed too: {exception_text(failure)}")
     if world.serves_store:
-        wait_for_parting(world, _BLAME_LIMIT_S)
+        wait_for_leaving(world, _BLAME_LIMIT_S)
     if cause is not error:
         raise cause from error
 
@@ -252,11 +252,11 @@ def _wait_for_culprit(world: World, error: BaseException) -> tuple[int, str] | N
     try:
         if world.failure is not None:
             return world.failure
-        if "imed out" in str(error):  # nobody died: somebody did not come
-            return late(world, "close")
+        if "imed out" in str(error):  # no rank died: one did not come
+            return find_late_rank(world, "close")
         end = time.monotonic() + _BLAME_LIMIT_S
         while time.monotonic() < end:
-            blamed = world.failure or culprit(world)
+            blamed = world.failure or find_culprit(world)
             if blamed is not None:
                 return blamed
             time.sleep(0.05)
@@ -268,7 +268,7 @@ def _wait_for_culprit(world: World, error: BaseException) -> tuple[int, str] | N
 def _release(world: World, *, failed: bool = False) -> None:
     if world.joined:
         forget_joined(os.environ)  # noqa: TID251
-    if failed:  # NCCL destroys a group when its collectives have ended, to which nobody comes; others' groups stay
+    if failed:  # NCCL destroys a group when its collectives have ended, to which no rank comes; others' groups stay
         groups = groups_among(world.ranks) if world.owner else list(world.disposable)
         abort_groups(groups)
         never_destroy([each for each in groups if dist.get_backend(each) != "gloo"])

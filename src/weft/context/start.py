@@ -46,12 +46,12 @@ from weft.environments import Topology, topology
 from weft.environments.joined import is_inside_a_rank, note_joined
 from weft.errors import ContextError
 from weft.peers.agreement import exchange
-from weft.peers.connect import open_store, reach
+from weft.peers.connect import open_store, wait_for_listener
 from weft.peers.liveness import announce, check_failed, machine_id
 from weft.peers.pretended import PretendedGroup, check_not_pretended
 from weft.peers.replica_groups import REPLICA_VARIABLE, STORE, ReplicaGroup
 from weft.peers.store import SECRET_VARIABLE, RankStore
-from weft.peers.straggler_watch import watch
+from weft.peers.straggler_watch import start_watching
 from weft.peers.world import World
 from weft.version import __version__, newer_torch
 
@@ -140,8 +140,8 @@ def start(
             check_not_pretended("start: an elastic job", dist.group.WORLD, 'weft.start(mesh={"replica": -1})')
         return _replica(place, settings, elastic, engine)
     if _initialized():
-        return _adopted(dist.group.WORLD, None, settings, engine)
-    chosen = _chosen(engine, settings)
+        return _adopted_context(dist.group.WORLD, None, settings, engine)
+    chosen = _chosen_engine(engine, settings)
     where = chosen.device(settings.device, _in_environment().local_rank, place.world_size)
     chosen, mesh_of_ranks = _on_mesh(chosen, settings.mesh, settings.data_axes, place.world_size)
     chosen.select(where)
@@ -213,7 +213,7 @@ def adopt(
     )  # fmt: skip
     if isinstance(group, DeviceMesh):
         return _adopted_mesh(group, settings, engine)
-    return _adopted(group or dist.group.WORLD, None, settings, engine)
+    return _adopted_context(group or dist.group.WORLD, None, settings, engine)
 
 
 def local(
@@ -249,7 +249,7 @@ def local(
         True
     """
     settings = resolve({"device": device, "seed": seed, "debug": debug, "probes": probes}, {}, "local")
-    chosen = _chosen(engine, settings)
+    chosen = _chosen_engine(engine, settings)
     where = chosen.device(settings.device, 0, 1)
     chosen, mesh = _on_mesh(chosen, None, None, 1)
     world = World(ranks=(0,), rank=0, timeout_s=settings.timeout_s)
@@ -303,8 +303,8 @@ def _replica(place: Topology, settings: Settings, axis: str, engine: Engine | No
     most = axes[0][1]
     size = place.world_size // most
     facts = _replica_facts()
-    board = _board_of_replicas(place, settings, size, facts) if place.world_size > 1 or facts else None
-    chosen = _chosen(engine, settings)
+    board = _store_of_replicas(place, settings, size, facts) if place.world_size > 1 or facts else None
+    chosen = _chosen_engine(engine, settings)
     where = chosen.device(settings.device, _in_environment().local_rank, place.world_size)
     inner = dict(axes[1:]) or {"data": 1}
     data_axes = None if settings.data_axes is None else [name for name in settings.data_axes if name != axis]
@@ -321,7 +321,7 @@ def _replica(place: Topology, settings: Settings, axis: str, engine: Engine | No
     world.holders.add(replicas)
     world.on_close = replicas.part
     if facts:
-        _joined(world)
+        _mark_as_joined(world)
     multiprocessing.util.Finalize(None, shutdown.close_at_exit, args=(world,), exitpriority=0)
     return replace(_context(one, world, mesh_of_ranks, chosen, where, settings), replicas=replicas)
 
@@ -332,7 +332,7 @@ def _replica_facts() -> dict[str, Any]:
     return dict(json.loads(text)) if text else {}
 
 
-def _board_of_replicas(place: Topology, settings: Settings, size: int, facts: Mapping[str, Any]) -> RankStore:
+def _store_of_replicas(place: Topology, settings: Settings, size: int, facts: Mapping[str, Any]) -> RankStore:
     """Where the replicas meet, each of so many ranks."""
     ranks = facts.get("ranks", 0)
     if ranks != size or not place.store_served:
@@ -344,10 +344,10 @@ def _board_of_replicas(place: Topology, settings: Settings, size: int, facts: Ma
             expected=f"a launcher that starts each replica, of {size} ranks, again by itself",
             fix=f"weft launch -n {place.world_size} --min-replicas 1{several} --max-restarts 10 train.py",
         )
-    return _board(open_store(place, settings.timeout_s, serves=False), settings).below(STORE)
+    return _rank_store(open_store(place, settings.timeout_s, serves=False), settings).below(STORE)
 
 
-def _board(store: dist.Store, settings: Settings, server: int = -1) -> RankStore:
+def _rank_store(store: dist.Store, settings: Settings, server: int = -1) -> RankStore:
     secret = os.environ.get(SECRET_VARIABLE, "")
     return RankStore(store, limit_s=settings.timeout_s, server=server, secret=secret)
 
@@ -376,7 +376,7 @@ def _store(place: Topology, settings: Settings, *, serves: bool) -> dist.Store:
     if not serves:
         patient = dict(settings.sources)["timeout_s"] != "default"
         who = f"start: rank {place.rank} of {place.world_size} ({place.source})"
-        reach(place.master_addr, place.master_port, who=who, limit_s=settings.timeout_s, patient=patient)
+        wait_for_listener(place.master_addr, place.master_port, who=who, limit_s=settings.timeout_s, patient=patient)
     return open_store(place, settings.timeout_s, serves=serves)
 
 
@@ -393,14 +393,14 @@ def _connect(
     importlib.import_module("torch.distributed.nn.functional")
     # A restarted job must not read what the ranks before it wrote, and no other job what these write.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")  # of torchrun and `weft launch`
-    board = _board(store, settings, server=-1 if place.store_served else 0)
+    board = _rank_store(store, settings, server=-1 if place.store_served else 0)
     board = board.below(f"weft/{run}/{place.attempt}")
     world.store = board.below("board")
     first = place.node_rank * place.local_world_size
     if first == place.rank - place.local_rank:  # else the nodes differ, or the ranks were dealt out one by one
         world.near = range(first, min(first + place.local_world_size, world.size))
     announce(world)
-    watch(world)
+    start_watching(world)
     backend = settings.backend or engine.backend(device)
     if "nccl" in backend and device.index is not None:
         _check_own_device(world, world.store, device)
@@ -418,7 +418,7 @@ def _connect(
     world.group = dist.group.WORLD
     world.owner = True
     world.serves_store = serves
-    _joined(world)
+    _mark_as_joined(world)
     atexit.register(shutdown.close_at_exit, world)
 
 
@@ -447,7 +447,7 @@ def _is_bound(backend: str, device_type: str) -> bool:
     return kinds.get(device_type) in ("nccl", "xccl")
 
 
-def _joined(world: World) -> None:
+def _mark_as_joined(world: World) -> None:
     """Tell what this process starts, or what is forked from it, that its place in the job is taken."""
     if world.group is not None:
         _made_in[world.group] = os.getpid()
@@ -455,7 +455,7 @@ def _joined(world: World) -> None:
     world.joined = True
 
 
-def _chosen(engine: Engine | None, settings: Settings) -> Engine:
+def _chosen_engine(engine: Engine | None, settings: Settings) -> Engine:
     """The engine that was given, or that of the device."""
     if engine is not None and not callable(getattr(engine, "backend", None)):
         raise ContextError(
@@ -485,13 +485,13 @@ def _adopted_mesh(mesh: DeviceMesh, settings: Settings, engine: Engine | None) -
         )
     axes = dict(zip(names, mesh.shape, strict=True))
     if mesh.ndim == 1:
-        return _adopted(mesh.get_group(), axes, settings, engine)
-    ctx = _adopted(dist.group.WORLD, axes, settings, engine)
+        return _adopted_context(mesh.get_group(), axes, settings, engine)
+    ctx = _adopted_context(dist.group.WORLD, axes, settings, engine)
     ctx.world.meshes[ctx.axes] = mesh
     return ctx
 
 
-def _adopted(
+def _adopted_context(
     group: dist.ProcessGroup | None, axes: Mapping[str, int] | None, settings: Settings, engine: Engine | None
 ) -> DistContext:
     """A context over a group that somebody else made and will destroy."""
@@ -505,7 +505,7 @@ def _adopted(
             expected="a group this process belongs to",
             fix="if group is not dist.GroupMember.NON_GROUP_MEMBER: ctx = weft.adopt(group)",
         )
-    chosen = _chosen(engine, settings)
+    chosen = _chosen_engine(engine, settings)
     pretended = group if isinstance(group, PretendedGroup) else None
     if pretended is None:
         check_same_settings(group, settings)
@@ -522,8 +522,8 @@ def _adopted(
         board = board.below(f"weft/adopted/{ranks[0]}-{len(ranks)}")
         # Every adoption gets a board of its own; all members adopt in the same order.
         world.store = board.below(str(board.add(str(me), 1)))
-        watch(world)
-        _joined(world)
+        start_watching(world)
+        _mark_as_joined(world)
         announce(world)
         place = _place_by_hosts(world)
     bound = getattr(group, "bound_device_id", None)  # init_process_group(device_id=...)

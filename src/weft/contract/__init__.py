@@ -12,7 +12,7 @@ objects and returns plain torch objects. `@transform` makes it keep the rules:
 
 transform.py       the decorator, and `compose`
 rules.py           what a transform may be combined with, and in which order: phases, names
-protocols.py       what transforms offer each other: GradSync, Placed with its Layout, Stateful, Undoable, ...
+protocols.py       what transforms offer each other: GradSync, Placed with its Layout, Stateful, ...
 no_sync.py         backward passes that do not communicate, for loops without windows
 layout.py          where each parameter lies: what cuts it, who owns it, what its gradient is summed over
 marks.py           what was applied to an object: the mark on it, and the record in the context
@@ -56,11 +56,11 @@ from weft.contract.protocols import (
     Stateful,
     StepsApart,
     StreamsParts,
-    Undoable,
 )
 from weft.contract.rules import Part, Phase
 from weft.contract.transform import compose, transform
 from weft.engines.probes import Probe
+from weft.engines.results import Undoable
 
 __all__ = [
     "Chooses",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import nn
 
@@ -13,16 +13,6 @@ from weft.contract.rules import Rules
 from weft.errors import StaleContext, listed
 
 T = TypeVar("T")
-
-
-@runtime_checkable
-class Holder(Protocol):
-    """Something that holds a process group and can let it go."""
-
-    def release(self) -> None:
-        """Let it go."""
-
-
 MARKS = "_weft_marks"
 
 

@@ -16,7 +16,7 @@ from weft.contract.marks import marks_of, offered
 from weft.contract.protocols import KeepsParameters, ReducesIn, StreamsParts
 from weft.engines.torch.reducing.trained import is_reduced
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError, listed, value_error
-from weft.peers.agreement import compare, differing, exchange
+from weft.peers.agreement import compare, differing_facts, exchange
 from weft.tensors.dtensor import is_fsdp, is_sharded
 from weft.tensors.quantized import quantized_parts
 
@@ -35,7 +35,7 @@ def agree_on_parameters(what: str, module: nn.Module, ctx: DistContext, facts: M
     layout = dict(_layout(module))
     digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
     world = ctx.require_collective(what)
-    entries = differing(world, what, {"call": what, **facts, "layout of the module": digest})
+    entries = differing_facts(world, what, {"call": what, **facts, "layout of the module": digest})
     if entries is None:
         return
     if any(entry["layout of the module"] != digest for entry in entries):

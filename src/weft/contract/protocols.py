@@ -190,14 +190,6 @@ class StreamsParts(Protocol):
 
 
 @runtime_checkable
-class Undoable(Protocol):
-    """Offered by transforms that can be taken back."""
-
-    def undo(self) -> None:
-        """Leave the object as it was before the transform."""
-
-
-@runtime_checkable
 class Chooses(Protocol):
     """Offered by transforms that choose something by themselves, so that `weft.explain` can say it.
 

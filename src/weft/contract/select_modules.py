@@ -1,7 +1,7 @@
 """Choose parts of a module by class, name, size, question or hand.
 
-Transforms that treat some parts of a module apart (`fully_shard(units=...)`, `recompute(blocks=...)`,
-`compiled(blocks=...)`) let the user say which in the same ways. Whether parts may lie inside each
+Transforms that treat some parts of a module separately (`fully_shard(units=...)`, `recompute(blocks=...)`,
+`compile(blocks=...)`) let the user say which in the same ways. Whether parts may lie inside each
 other is for the transform to decide: `select_apart` allows none.
 """
 
@@ -156,7 +156,7 @@ def fits_pattern(name: str, pattern: str) -> bool:
 
 
 def _fits(parts: list[str], pattern: list[str]) -> bool:
-    """Whether a name, taken apart at its dots, fits a pattern taken apart likewise."""
+    """Whether a name, split at its dots, fits a pattern split likewise."""
     if not pattern:
         return not parts
     if pattern[0] == "**":

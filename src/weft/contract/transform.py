@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from weft.context import Applied, DistContext
-from weft.contract.marks import MARKS, Holder, Mark, Marks, marks_of
+from weft.contract.marks import MARKS, Mark, Marks, marks_of
 from weft.contract.protocols import Chooses
 from weft.contract.rules import Part, Phase, Rules
 from weft.engines.probes import Probe
 from weft.errors import AlreadyApplied, NameChanged, OrderError, StaleContext, listed, type_error
 from weft.peers.agreement import disagree
 from weft.peers.ledger import Ledger
+from weft.peers.world import GroupHolder
 
 P = ParamSpec("P")
 
@@ -270,7 +271,7 @@ def _record(
     )
     mark = Mark(record, rules, line, (*ctx.handed_over, *_probers(rules.name, objects, ctx)))
     for offer in ctx.handed_over:
-        if isinstance(offer, Holder):
+        if isinstance(offer, GroupHolder):
             ctx.world.root.holders.add(offer)
     histories = {id(old): marks_of(old) for old in given}
     for index, obj in enumerate(objects):

@@ -28,7 +28,7 @@ from weft.context.rank_facts import rank_groups
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.errors import PeerError, warn
 from weft.peers.gloo_connections import groups_among
-from weft.peers.liveness import culprit, is_behind, peer_error
+from weft.peers.liveness import find_culprit, is_behind, peer_error
 
 if TYPE_CHECKING:
     from weft.data.split.position import Cursor
@@ -137,14 +137,14 @@ class LockStep:
         at = f"watch/at/{member}"
         while True:
             asked.add("watch/asked", 1)
-            found = store.come(key, max(_SLICE_S, world.size / _RANKS_PER_S))
+            found = store.wait_for(key, max(_SLICE_S, world.size / _RANKS_PER_S))
             if found is None:
                 theirs = asked.read(at, "collectives")["collectives"] if asked.has(at) else {}
                 ahead = is_behind(root.collectives(), theirs) or _is_at_meeting(self._ctx, leader)
-                blamed = None if ahead else culprit(world, [leader])
+                blamed = None if ahead else find_culprit(world, [leader])
                 if not ahead and blamed is None and time.monotonic() < end:
                     continue
-                found = store.come(key, 0)  # it may have gone on right after the step
+                found = store.wait_for(key, 0)  # it may have gone on right after the step
                 if found is None and blamed is not None:
                     if asked.has(f"parted/{member}") and asked.read(f"parted/{member}", "error")["error"] is None:
                         return False

@@ -163,7 +163,7 @@ class Mixture(Dataset[Any]):
     Attributes:
         names: Of the sources, in the order in which they were given.
         fingerprint: A text that mixtures with the same order have in common.
-        counts: How many samples of each source an epoch has, by name; None if nobody knows, or it does not end.
+        counts: How many samples of each source an epoch has, by name; None if that is unknown, or it does not end.
         epoch: Whose order it has.
         endless: Whether it has no end.
     """
@@ -290,7 +290,7 @@ class _StreamMixture(Mixture, IterableDataset[Any]):
         return self._read(self._order.from_position(0), [_SourceReading(self, source) for source in self._sources])
 
     def _check_worker(self) -> None:
-        """Raise in a worker that nobody divides samples among: each would yield all."""
+        """Raise in a worker among many that samples are not divided among: each would yield all."""
         info = get_worker_info()
         if info is not None and info.num_workers > 1:
             raise ContractError(
@@ -356,7 +356,7 @@ class _StatefulMixture(_StreamMixture):
         return {"mixture": self.fingerprint, "position": self._position, "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on there.
+        """Let the next iteration continue there.
 
         Raises:
             ValueError: It is a state of another mixture.
@@ -412,7 +412,7 @@ class _SourceReading:
             self.take(0)
 
     def state(self) -> tuple[int, int, Any]:
-        """What a reading begins with that goes on here."""
+        """What a reading begins with that continues here."""
         stateful = self.source.kind == "stateful" and self._samples is not None
         return self.passes, self.read, copy.deepcopy(self.source.dataset.state_dict()) if stateful else self._state
 

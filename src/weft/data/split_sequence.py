@@ -69,7 +69,7 @@ def split_sequence(batch: B, ctx: DistContext, *, dim: int = 1, axis: str = "con
     sequences = _sequences(batch, dim, ranks)
     length = _length(sequences, dim)
     _check_divides(length, part)
-    whole = _complete(batch, sequences, length, dim, ranks)
+    whole = _add_model_arguments(batch, sequences, length, dim, ranks)
     if ranks == 1:
         return whole
 
@@ -143,7 +143,7 @@ def _check_divides(length: int, part: SequencePart) -> None:
         )
 
 
-def _complete(batch: B, sequences: Mapping[tuple[str, ...], Any], length: int, dim: int, ranks: int) -> B:
+def _add_model_arguments(batch: B, sequences: Mapping[tuple[str, ...], Any], length: int, dim: int, ranks: int) -> B:
     """A mapping with what a model needs besides, still whole."""
     if not isinstance(batch, Mapping):
         return batch

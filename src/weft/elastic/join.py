@@ -26,10 +26,10 @@ from weft.peers.replica_groups import ReplicaGroup
 from weft.tensors.blocks import Held, sharded_as
 
 
-def give(
+def send_state(
     state: Checkpoint, step: int, to: Sequence[int], replicas: ReplicaGroup, ctx: DistContext, *, began: int
 ) -> bool:
-    """Send the state to some members of the quorum; False if one was lost. `began`: see `take`."""
+    """Send the state to some members of the quorum; False if one was lost. `began`: see `receive_state`."""
     content = collect(state, to_save=False)
     header = {
         "step": step,
@@ -50,11 +50,11 @@ def give(
     return True
 
 
-def take(source: int, replicas: ReplicaGroup, *, began: int) -> Received | None:
+def receive_state(source: int, replicas: ReplicaGroup, *, began: int) -> Received | None:
     """Receive a state, and change nothing yet; None if a replica was lost.
 
-    `began` stands for torch's random state with which a replica has begun. If all began with the same, they go on with
-    the same; otherwise each one draws numbers of its own.
+    `began` stands for torch's random state with which a replica has begun. If all began with the same, they continue
+    with the same; otherwise each one draws numbers of its own.
     """
     length = torch.zeros(1, dtype=torch.int64)
     if not replicas.receive(length, source):
@@ -73,7 +73,7 @@ def take(source: int, replicas: ReplicaGroup, *, began: int) -> Received | None:
     return Received(header, values)
 
 
-def put_in_place(received: Received, state: Checkpoint, ctx: DistContext) -> int:
+def load_received(received: Received, state: Checkpoint, ctx: DistContext) -> int:
     """Give the objects the state that was received; returns its step.
 
     Raises:

@@ -25,7 +25,7 @@ from weft.version import __version__
 _FIT = frozenset(
     ("shard_data", "replicate", "fully_shard", "accumulate_grads", "with_precision", "recompute", "compile")
 )
-_LONG = 200  # characters of a fact that is told in full
+_LONG = 200  # characters of a fact that is shown in full
 
 
 def check_program(loader: Any, ctx: DistContext, state: Checkpoint) -> tuple[ReplicaGroup, torch.optim.Optimizer]:

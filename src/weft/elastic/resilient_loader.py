@@ -2,7 +2,7 @@
 
 [Note: commit] A step counts on a replica that has averaged its gradients: they are those of all. If a replica is lost
 in the exchange, some may have averaged and others not. Those who have not undo what the step has changed
-(step_mark.py); when the replicas meet, they take over the state of those who have, or, if nobody has, make the step
+(step_mark.py); when the replicas meet, they take over the state of those who have, or, if none has, make the step
 again.
 
 [Note: the end of a loop] The work of a replica is done if its context is left in good order after its loop: at the end
@@ -31,17 +31,17 @@ from weft.checks import check_count
 from weft.context import DistContext
 from weft.data.split.sharded_loader import ShardedLoader
 from weft.data.windows.window import Window
-from weft.elastic.join import give, put_in_place, take
+from weft.elastic.join import load_received, receive_state, send_state
 from weft.elastic.memory_copy import MemoryCopy
 from weft.elastic.requirements import check_program, facts_of_program
 from weft.elastic.step_mark import StepMark
 from weft.errors import ContextError, ContractError
-from weft.peers.quorum import Answer, Loop
+from weft.peers.quorum import Answer, LoopPosition
 from weft.peers.replica_groups import ReplicaGroup
 
 B = TypeVar("B")
 
-_ATTEMPTS = 5  # to meet, while nobody is lost
+_ATTEMPTS = 5  # to meet, while no replica is lost
 
 
 def resilient(
@@ -153,7 +153,7 @@ class Resilient(Generic[B]):
         replicas.is_done = self._is_done
         optimizer.register_step_pre_hook(self._before_step)
         self._meet(loader.state_dict())
-        replicas.loop = Loop(self.step, inside=False, whole=True)  # there may be nothing left to do
+        replicas.loop = LoopPosition(self.step, inside=False, whole=True)  # there may be nothing left to do
 
     @property
     def epoch(self) -> int:
@@ -168,7 +168,7 @@ class Resilient(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         epoch = self._loader.epoch
         self._mark.begin()
-        self._replicas.is_at(Loop(self.step))
+        self._replicas.report_position(LoopPosition(self.step))
         while self._loader.epoch == epoch:
             batches: Any = iter(self._loader)
             self._begin_step()
@@ -178,7 +178,7 @@ class Resilient(Generic[B]):
                 except GeneratorExit:
                     is_over = self._replicas.broken or self._ctx.world.root.closed
                     if not is_over and _is_break(sys._getframe(1)):
-                        self._replicas.is_at(Loop(self._steps_made(), inside=False))
+                        self._replicas.report_position(LoopPosition(self._steps_made(), inside=False))
                     raise
                 if not self._settle(batch):
                     break
@@ -188,7 +188,7 @@ class Resilient(Generic[B]):
             position = self._mark.position if self._replicas.broken else self._loader.state_dict()
             batches.close()
             self._meet(position)
-        self._replicas.is_at(Loop(self.step, inside=False, whole=True))
+        self._replicas.report_position(LoopPosition(self.step, inside=False, whole=True))
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class Resilient(Generic[B]):
                 expected="a loop that ends between two steps",
                 fix="for x, y in batches:\n    if batches.step >= 1000:  # first in the body, not last\n        break",
             )
-        replicas.loop = Loop(self._steps_made(), inside=False)
+        replicas.loop = LoopPosition(self._steps_made(), inside=False)
         return True
 
     # -- one step --------------------------------------------------------------------------------
@@ -290,15 +290,15 @@ class Resilient(Generic[B]):
         answer = replicas.meet(max(self.step, copied), fresh=self._is_fresh, facts=self._facts, failed=failed)
         received = None
         if not replicas.broken and replicas.index == answer.source and copied > self.step:
-            self.step = self._copy.load()  # nobody else has more, so nobody lives
+            self.step = self._copy.load()  # no living replica has made more steps
         if not replicas.broken and replicas.index in answer.receivers:
-            received = take(answer.source, replicas, began=self._began)
+            received = receive_state(answer.source, replicas, began=self._began)
         elif not replicas.broken and replicas.index == answer.source and answer.receivers:
-            give(self._state, self.step, answer.receivers, replicas, self._ctx, began=self._began)
+            send_state(self._state, self.step, answer.receivers, replicas, self._ctx, began=self._began)
         if not replicas.vote():
             return answer, False
         if received is not None:
-            self.step = put_in_place(received, self._state, self._ctx)
+            self.step = load_received(received, self._state, self._ctx)
         self._is_fresh = False
         return answer, True
 

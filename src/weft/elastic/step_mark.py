@@ -63,7 +63,7 @@ class StepMark:
         """Weights that no optimizer steps have the values of now; from here on they are to keep them."""
         stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         self._frozen = [p for key, p in self._averaged.items() if key not in stepped]
-        self._places = [_place_of(p) for p in self._frozen]
+        self._places = [_change_marks(p) for p in self._frozen]
 
     @torch.no_grad()
     def take(self) -> None:
@@ -72,7 +72,7 @@ class StepMark:
         Raises:
             ContractError: The step before has changed weights that could not be put back.
         """
-        if self._frozen and self._places != [_place_of(p) for p in self._frozen]:
+        if self._frozen and self._places != [_change_marks(p) for p in self._frozen]:
             self._check_frozen()
         self.position = self._loader.state_dict()
         self._values = [_value_of(obj) for obj in self._others]
@@ -112,7 +112,7 @@ class StepMark:
     def _check_frozen(self) -> None:
         before = dict(zip(map(id, self._frozen), self._places, strict=True))
         self.begin()  # some may be trained since
-        changed = [self._names[id(p)] for p in self._frozen if before[id(p)] != _place_of(p)]
+        changed = [self._names[id(p)] for p in self._frozen if before[id(p)] != _change_marks(p)]
         if changed:
             raise ContractError(
                 "resilient: this step could not be repeated: it changed weights that no optimizer updates",
@@ -122,7 +122,7 @@ class StepMark:
             )
 
 
-def _place_of(parameter: nn.Parameter) -> tuple[int, int]:
+def _change_marks(parameter: nn.Parameter) -> tuple[int, int]:
     """What changes with the values of a parameter."""
     return local(parameter).data_ptr(), torch_internals.VERSION.of(parameter)
 

@@ -210,7 +210,7 @@ class RecomputeOptions(NamedTuple):
 
 
 class CompileOptions(NamedTuple):
-    """What is told to `torch.compile`, under its names.
+    """What is passed to `torch.compile`, under its names.
 
     Attributes:
         backend: Name of a backend, or a function (graph module, example inputs) -> callable.

@@ -34,13 +34,13 @@ class Peers(Protocol):
         """
 
     def report(self, error: BaseException) -> None:
-        """Tell the others of an error of this rank that torch does not know of. Waits for nobody.
+        """Tell the others of an error of this rank that torch does not know of. Does not wait.
 
-        Whoever waits for this rank in a collective raises `PeerError` with its text within seconds.
+        A rank that waits for this one in a collective raises `PeerError` with its text within seconds.
         """
 
     def count(self, key: str, add: int) -> int:
-        """Add to a number that the ranks share, and return it. Waits for nobody."""
+        """Add to a number that the ranks share, and return it. Does not wait."""
         ...
 
     def next_reduction(self) -> int:
@@ -48,7 +48,7 @@ class Peers(Protocol):
         ...
 
     def compare(self, what: str, facts: Mapping[str, object], *, fix: str) -> None:
-        """Note facts for the others, and compare those noted at the previous call. Waits for nobody.
+        """Note facts for the others, and compare those noted at the previous call. Does not wait.
 
         Every rank calls it equally often. A difference is found one call later, or when the context is closed.
 

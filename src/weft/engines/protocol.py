@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 if TYPE_CHECKING:  # an engine is imported when it is chosen
     from weft.engines.options import RecomputeOptions, ReduceOptions, ShardOptions
     from weft.engines.peers import Peers
-    from weft.engines.results import Axes, Held, ReducedModule, Undoable
+    from weft.engines.results import Axes, ReducedModule, Releasable, Undoable
 
 
 class Devices(Protocol):
@@ -117,7 +117,7 @@ class Spmd(Protocol):
         """The engine that computes on a mesh of devices, and the axes of the ranks."""
         ...
 
-    def begin(self, device: torch.device, seed: int) -> Held:
+    def begin(self, device: torch.device, seed: int) -> Releasable:
         """What has to be there as long as a context lives."""
         ...
 

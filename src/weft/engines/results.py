@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from weft.engines.probes import Probe
 
 Axes = tuple[tuple[str, int], ...]  # names and sizes, outermost first
 
 
+@runtime_checkable
 class Undoable(Protocol):
-    """Something on an object that can be taken off again."""
+    """Offered by transforms that can be taken back."""
 
     def undo(self) -> None:
-        """Take it off."""
+        """Leave the object as it was before the transform."""
 
 
 class Probed(Undoable, Protocol):
@@ -26,7 +27,7 @@ class Probed(Undoable, Protocol):
     probes: tuple[Probe, ...]
 
 
-class Held(Protocol):
+class Releasable(Protocol):
     """Something that a context keeps until it is closed."""
 
     def release(self) -> None:

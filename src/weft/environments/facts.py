@@ -8,7 +8,7 @@ from weft.environments.topology import DEFAULT_PORT
 from weft.errors import ContextError
 
 
-class Facts:
+class EnvironmentFacts:
     """A mapping of strings, with numbers that name their variable when they are wrong."""
 
     def __init__(self, env: Mapping[str, str], read_file: Callable[[str], str] | None = None) -> None:
@@ -75,7 +75,7 @@ class Facts:
             ) from error
 
 
-def port_of(facts: Facts) -> int:
+def port_of(facts: EnvironmentFacts) -> int:
     """The port of the store: said, or derived from the number of the job."""
     port = facts.number("MASTER_PORT")
     if port is not None and not 1 <= port <= 65535:

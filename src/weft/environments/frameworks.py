@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-from weft.environments.facts import Facts, port_of
+from weft.environments.facts import EnvironmentFacts, port_of
 from weft.environments.topology import DEFAULT_PORT, Topology
 from weft.errors import ContextError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-def read_torchrun(facts: Facts) -> Topology:
+def read_torchrun(facts: EnvironmentFacts) -> Topology:
     """Rank and world size are needed, the rest may be worked out."""
     rank, world_size = facts.both("RANK", "WORLD_SIZE")
     addr = facts.text("MASTER_ADDR") or "127.0.0.1"
@@ -39,15 +39,15 @@ def read_torchrun(facts: Facts) -> Topology:
     )
 
 
-def has_kubeflow(facts: Facts) -> bool:
+def has_kubeflow(facts: EnvironmentFacts) -> bool:
     """Whether a pod of a PyTorchJob or TrainJob says where it is, and no launcher inside it does."""
     alone = facts.text("PET_NNODES") == "1" and facts.text("PET_NPROC_PER_NODE") in (None, "1", "auto")
     return facts.has("PET_NNODES") and not facts.has("LOCAL_RANK") and not alone
 
 
-def read_kubeflow(facts: Facts) -> Topology:
+def read_kubeflow(facts: EnvironmentFacts) -> Topology:
     """One process per pod; several need a launcher in the pod, which reads the same variables."""
-    # "auto" is what the operator writes where nobody asked for more than one.
+    # "auto" is what the operator writes where more than one was not asked for.
     nodes, per_node = facts.text("PET_NNODES") or "1", facts.text("PET_NPROC_PER_NODE") or "1"
     if not nodes.isdecimal() or per_node not in ("1", "auto"):
         raise ContextError(
@@ -76,12 +76,12 @@ def read_kubeflow(facts: Facts) -> Topology:
     )
 
 
-def has_tpu(facts: Facts) -> bool:
+def has_tpu(facts: EnvironmentFacts) -> bool:
     """Whether this is a host of a TPU pod; a single TPU machine is a world of one."""
     return facts.has("TPU_WORKER_HOSTNAMES") or facts.text("TPU_WORKER_ID") not in (None, "", "0")
 
 
-def read_tpu(facts: Facts) -> Topology:
+def read_tpu(facts: EnvironmentFacts) -> Topology:
     """One process per host, or per chip where TPU_PROCESS_BOUNDS says so."""
     worker = facts.required("TPU_WORKER_ID", beside="TPU_WORKER_HOSTNAMES")
     if not facts.has("TPU_WORKER_HOSTNAMES"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from weft.environments.facts import Facts
+from weft.environments.facts import EnvironmentFacts
 from weft.errors import ContextError
 
 
@@ -58,14 +58,14 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def lsf_hosts(facts: Facts) -> list[tuple[str, int]]:
+def lsf_hosts(facts: EnvironmentFacts) -> list[tuple[str, int]]:
     """Hosts of an LSF job with their slots, in its order; none if it does not say.
 
     Raises:
         ContextError: The list is not one of names and numbers.
 
     Example:
-        >>> lsf_hosts(Facts({"LSB_MCPU_HOSTS": "batch1 1 a01 4 a02 4"}))
+        >>> lsf_hosts(EnvironmentFacts({"LSB_MCPU_HOSTS": "batch1 1 a01 4 a02 4"}))
         [('batch1', 1), ('a01', 4), ('a02', 4)]
     """
     words = (facts.text("LSB_MCPU_HOSTS") or "").split()
@@ -85,7 +85,7 @@ def lsf_hosts(facts: Facts) -> list[tuple[str, int]]:
     return [(name, names.count(name)) for name in dict.fromkeys(names)]
 
 
-def main_host(facts: Facts, num_nodes: int) -> str | None:
+def main_host(facts: EnvironmentFacts, num_nodes: int) -> str | None:
     """The host of rank 0, where the scheduler around an MPI knows it.
 
     Args:

@@ -21,7 +21,7 @@ _PREFIXES = (
 
 def note_joined(env: MutableMapping[str, str]) -> None:
     """Note in `env` that this process is the rank which its variables speak of."""
-    env[JOINED_VARIABLE] = f"{os.getpid()}:{_place(env)}"
+    env[JOINED_VARIABLE] = f"{os.getpid()}:{_launch_digest(env)}"
 
 
 def forget_joined(env: MutableMapping[str, str]) -> None:
@@ -40,10 +40,10 @@ def is_inside_a_rank(env: Mapping[str, str]) -> bool:
         False for the rank itself, without a launcher, and for what another launcher, inside the rank, has started.
     """
     process, _, place = env.get(JOINED_VARIABLE, "").partition(":")
-    return process not in ("", str(os.getpid())) and place == _place(env)
+    return process not in ("", str(os.getpid())) and place == _launch_digest(env)
 
 
-def _place(env: Mapping[str, str]) -> str:
+def _launch_digest(env: Mapping[str, str]) -> str:
     """A digest of everything by which launchers say which rank of which job it is."""
     said = sorted((name, text) for name, text in env.items() if name in _NAMES or name.startswith(_PREFIXES))
     return hashlib.blake2b(repr(said).encode(errors="surrogateescape"), digest_size=8).hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from weft.environments.facts import Facts, port_of
+from weft.environments.facts import EnvironmentFacts, port_of
 from weft.environments.hosts import first_host, main_host, tasks_per_node
 from weft.environments.topology import Topology
 from weft.errors import ContextError
@@ -27,7 +27,7 @@ class Mpi(NamedTuple):
     local_rank: tuple[str, ...]
     local_size: tuple[str, ...]
 
-    def read(self, facts: Facts) -> Topology:
+    def read(self, facts: EnvironmentFacts) -> Topology:
         """Ranks from the MPI; one node if nothing else is said, as `mpirun -n 4` on a workstation."""
         rank, world_size = facts.both(self.rank, self.size)
         local_world_size = facts.number_or(world_size, *self.local_size)
@@ -77,7 +77,7 @@ MPICH = Mpi(
 )
 
 
-def has_mpich(facts: Facts) -> bool:
+def has_mpich(facts: EnvironmentFacts) -> bool:
     """Whether a PMI started this process: MPICH, Intel MPI, and their relatives."""
     if not facts.has("PMI_RANK", "PMI_SIZE"):  # one alone: a mistake, unless SLURM knows more
         return (facts.has("PMI_RANK") or facts.has("PMI_SIZE")) and not has_slurm(facts)
@@ -89,7 +89,7 @@ def has_mpich(facts: Facts) -> bool:
 _TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")  # of the step that this process is in, or of the job
 
 
-def has_slurm(facts: Facts) -> bool:
+def has_slurm(facts: EnvironmentFacts) -> bool:
     """Whether srun started this process as one of several; not a batch script, and not a shell in an allocation.
 
     A shell, a batch script and what they start see the number of tasks of the whole job, which they are not. What tells
@@ -105,12 +105,12 @@ def has_slurm(facts: Facts) -> bool:
     return not in_batch_shell
 
 
-def _is_in_shell(facts: Facts) -> bool:
+def _is_in_shell(facts: EnvironmentFacts) -> bool:
     """Whether this looks like a shell that somebody types into: by what it is called where a step has one task."""
     return facts.text("SLURM_JOB_NAME") in ("bash", "interactive") or facts.has("SLURM_PTY_PORT")
 
 
-def read_slurm(facts: Facts) -> Topology:
+def read_slurm(facts: EnvironmentFacts) -> Topology:
     """Everything from SLURM: ranks, nodes, the first host, and a port from the number of the job."""
     rank = facts.required("SLURM_PROCID", beside="SLURM_NTASKS")
     world_size = facts.required(*_TASKS, beside="SLURM_PROCID")

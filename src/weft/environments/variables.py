@@ -6,29 +6,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from weft.environments.facts import Facts
+from weft.environments.facts import EnvironmentFacts
 from weft.environments.frameworks import has_kubeflow, has_tpu, read_kubeflow, read_torchrun, read_tpu
 from weft.environments.schedulers import LSF, MPICH, OPENMPI, has_mpich, has_slurm, read_slurm
 from weft.environments.topology import Topology
 from weft.errors import ContextError, listed
 
 
-class _Source(NamedTuple):
+class _Launcher(NamedTuple):
     name: str
-    read: Callable[[Facts], Topology]
+    read: Callable[[EnvironmentFacts], Topology]
     rank: str = ""  # variables of rank and world size
     size: str = ""
-    is_there: Callable[[Facts], bool] | None = None  # default: if one of them is set
+    is_there: Callable[[EnvironmentFacts], bool] | None = None  # default: if one of them is set
 
 
 _SOURCES = (  # best first
-    _Source("kubeflow", read_kubeflow, is_there=has_kubeflow),
-    _Source("torchrun", read_torchrun, "RANK", "WORLD_SIZE"),
-    _Source("lsf", LSF.read, LSF.rank, LSF.size),
-    _Source("openmpi", OPENMPI.read, OPENMPI.rank, OPENMPI.size),
-    _Source("mpich", MPICH.read, MPICH.rank, MPICH.size, has_mpich),
-    _Source("slurm", read_slurm, "SLURM_PROCID", "SLURM_NTASKS", has_slurm),
-    _Source("tpu", read_tpu, is_there=has_tpu),
+    _Launcher("kubeflow", read_kubeflow, is_there=has_kubeflow),
+    _Launcher("torchrun", read_torchrun, "RANK", "WORLD_SIZE"),
+    _Launcher("lsf", LSF.read, LSF.rank, LSF.size),
+    _Launcher("openmpi", OPENMPI.read, OPENMPI.rank, OPENMPI.size),
+    _Launcher("mpich", MPICH.read, MPICH.rank, MPICH.size, has_mpich),
+    _Launcher("slurm", read_slurm, "SLURM_PROCID", "SLURM_NTASKS", has_slurm),
+    _Launcher("tpu", read_tpu, is_there=has_tpu),
 )
 
 
@@ -55,7 +55,7 @@ def topology(env: Mapping[str, str], *, read_file: Callable[[str], str] | None =
         >>> topology({}).world_size
         1
     """
-    facts = Facts(env, read_file)
+    facts = EnvironmentFacts(env, read_file)
     present = [
         source
         for source in _SOURCES
@@ -71,7 +71,7 @@ def topology(env: Mapping[str, str], *, read_file: Callable[[str], str] | None =
     return replace(place, ignored=tuple(source.name for source in rest))
 
 
-def _check_leftover(facts: Facts, best: _Source, rest: Sequence[_Source]) -> None:
+def _check_leftover(facts: EnvironmentFacts, best: _Launcher, rest: Sequence[_Launcher]) -> None:
     """Raise if a launcher of as many processes gives this one another rank: somebody exported RANK for all of them."""
     for other in rest:
         if not facts.has(other.rank, other.size) or facts.number(best.size) != facts.number(other.size):
@@ -86,7 +86,7 @@ def _check_leftover(facts: Facts, best: _Source, rest: Sequence[_Source]) -> Non
             )
 
 
-def _check(place: Topology, facts: Facts) -> None:
+def _check(place: Topology, facts: EnvironmentFacts) -> None:
     """Raise if two facts contradict each other, naming both values."""
     rank, size, local_rank, per_node = place.rank, place.world_size, place.local_rank, place.local_world_size
     # Ray may place different numbers of workers on its nodes.

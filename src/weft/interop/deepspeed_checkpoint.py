@@ -23,7 +23,7 @@ from weft.checkpoint.format.safetensors_write import write_tensors
 from weft.checkpoint.history import history_of
 from weft.checkpoint.state.collect import Content
 from weft.checkpoint.state.json_values import encode
-from weft.checkpoint.storage.find import place
+from weft.checkpoint.storage.find import path_or_url
 from weft.context import local
 from weft.engines import guest
 from weft.errors import CheckpointError
@@ -75,15 +75,16 @@ def import_deepspeed(
             f"import_deepspeed: there is no checkpoint of DeepSpeed in {folder}",
             found="no folder" if not folder.is_dir() else f"no folder {tag}",
             expected="the folder that was given to engine.save_checkpoint",
-            fix=_other(folder, tag) or "weft.interop.import_deepspeed(path, directory)  # path as in save_checkpoint",
+            fix=_suggested(folder, tag)
+            or "weft.interop.import_deepspeed(path, directory)  # path as in save_checkpoint",
         )
     guest("deepspeed").deepspeed()
     found = read_folder(folder, tag, optimizer=optimizer)
     brought, tensors = _outline(found)
     ctx = local()
     source = hashlib.sha256(os.path.realpath(folder).encode(errors="surrogateescape")).hexdigest()
-    history_of(ctx, place(directory)).belongs_to(source[:16])  # what is imported from one folder is one run
-    saving = start_saving("import_deepspeed", place(directory), found.step, brought, ctx)
+    history_of(ctx, path_or_url(directory)).belongs_to(source[:16])  # what is imported from one folder is one run
+    saving = start_saving("import_deepspeed", path_or_url(directory), found.step, brought, ctx)
     assert saving is not None  # this is not an elastic job
     with saving.ending:
         complete("import_deepspeed", saving, found.step, brought, partial(write_tensors, tensors), ctx, keep=Keep())
@@ -166,8 +167,10 @@ def read_folder(folder: Path, tag: str | None, *, optimizer: bool) -> Folder:
         step, shapes = int(model["global_steps"]), model["param_shapes"]
         del model
     except (OSError, ValueError, LookupError, AssertionError, RuntimeError) as error:
-        what, fix = "DeepSpeed cannot merge the checkpoint", _other(folder, tag)
-        raise _unreadable(folder, what, error, fix or "the files of all ranks in one folder, and whole") from error
+        what, fix = "DeepSpeed cannot merge the checkpoint", _suggested(folder, tag)
+        raise _unreadable_error(
+            folder, what, error, fix or "the files of all ranks in one folder, and whole"
+        ) from error
     if not optimizer:
         return Folder(step, weights, [])
     try:
@@ -175,10 +178,10 @@ def read_folder(folder: Path, tag: str | None, *, optimizer: bool) -> Folder:
         return Folder(step, weights, _groups(shapes, ranks))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         what = "the optimizer's state cannot be read"
-        raise _unreadable(folder, what, error, _call(folder, tag, "optimizer=False")) from error
+        raise _unreadable_error(folder, what, error, _call(folder, tag, "optimizer=False")) from error
 
 
-def _other(folder: Path, tag: str | None) -> str:
+def _suggested(folder: Path, tag: str | None) -> str:
     """The call for another checkpoint in a folder; for the folder, if it is one itself; or nothing."""
     if any(folder.glob("*_states.pt")):
         return _call(folder.parent, folder.name)
@@ -194,7 +197,7 @@ def _call(folder: Path, tag: str | None, *options: str) -> str:
     return f'weft.interop.import_deepspeed("{folder}", directory, {", ".join(options)})'
 
 
-def _unreadable(folder: Path, what: str, error: BaseException, fix: str) -> CheckpointError:
+def _unreadable_error(folder: Path, what: str, error: BaseException, fix: str) -> CheckpointError:
     return CheckpointError(
         f"import_deepspeed: {what} in {folder}",
         found=f"{type(error).__name__}: {error}",

@@ -26,7 +26,7 @@ from weft.errors import ContextError, ContractError, OrderError, listed, value_e
 from weft.peers.ledger import Ledger
 from weft.peers.pretended import check_not_pretended
 from weft.sharding import check_optimizers, exchange_parameters, groups_of, sharding_axes
-from weft.sharding.meta import Source, is_meta
+from weft.sharding.meta import MetaWeights, is_meta
 from weft.tensors.remote_parameter import is_elsewhere
 
 
@@ -108,7 +108,7 @@ def zero_partition(
     }
     agree_on_parameters("zero_partition", module, ctx, agreed)
     old = dict(module.named_parameters())
-    source = Source("zero_partition", module, ctx, sub, None) if on_meta else None
+    source = MetaWeights("zero_partition", module, ctx, sub, None) if on_meta else None
     if source is None:
         place_module("zero_partition", module, ctx)
         ctx.engine.broadcast_state([*module.parameters(), *module.buffers()], sub.group)

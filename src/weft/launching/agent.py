@@ -36,7 +36,7 @@ from weft import torch_internals
 from weft.environments import Topology
 from weft.errors import ContextError
 from weft.launching.failures import PREEMPTED_TEXT, Ending, earlier_tracebacks, first_failure
-from weft.launching.plan import Plan
+from weft.launching.plan import LaunchPlan
 from weft.launching.rank_main import ROUND
 from weft.peers.connect import interface_to, is_here, listen_at, not_connected, store_of_launcher
 from weft.peers.world import PREEMPTED, SAME_SIGNAL_S
@@ -45,7 +45,7 @@ _BACKEND, _STATIC = "weft-c10d", "weft-static"
 _READ_S = 60  # as torch has it
 
 
-def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, folder: Path) -> Ending:
+def supervise(plan: LaunchPlan, target: Callable[..., None] | str, *arguments: Any, folder: Path) -> Ending:
     """Run `target` on all ranks of this node until they have ended, one way or the other.
 
     Args:
@@ -76,7 +76,7 @@ def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, fo
         mine = host if is_here(host) else interface_to(host).rpartition(" ")[2]
         more = {"folder": folder, "alone": plan.most_nodes == 1}
         config = replace(config, rdzv_backend=_BACKEND, local_addr=mine, rdzv_configs=config.rdzv_configs | more)
-    started: list[_Ranks] = []
+    started: list[_RankProcesses] = []
     try:
         with _own_ranks(started):
             elastic_launch(config, target)(*arguments)
@@ -96,7 +96,7 @@ def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, fo
     return ending._replace(text=(earlier_tracebacks(folder, ending.trace) + ending.text).rstrip())
 
 
-class _Ranks(MultiprocessContext):
+class _RankProcesses(MultiprocessContext):
     """The ranks of this node. One that ended without a message, by `os._exit(0)` or so, has ended.
 
     Attributes:
@@ -157,11 +157,11 @@ class _Ranks(MultiprocessContext):
 
 
 @contextlib.contextmanager
-def _own_ranks(started: list[_Ranks]) -> Iterator[None]:
-    """Let torch's agent start its ranks as `_Ranks`, and note those of each attempt."""
+def _own_ranks(started: list[_RankProcesses]) -> Iterator[None]:
+    """Let torch's agent start its ranks as `_RankProcesses`, and note those of each attempt."""
 
-    def start(*args: Any, **kwargs: Any) -> _Ranks:
-        started.append(_Ranks(*args, **kwargs))
+    def start(*args: Any, **kwargs: Any) -> _RankProcesses:
+        started.append(_RankProcesses(*args, **kwargs))
         return started[-1]
 
     module: Any = multiprocessing
@@ -171,7 +171,7 @@ def _own_ranks(started: list[_Ranks]) -> Iterator[None]:
     finally:
         module.MultiprocessContext = before
         for each in signal.valid_signals():
-            if getattr(signal.getsignal(each), "__func__", None) is _Ranks.on_signal:
+            if getattr(signal.getsignal(each), "__func__", None) is _RankProcesses.on_signal:
                 signal.signal(each, signal.SIG_IGN)  # nothing is left to end but this process, which has an exit code
 
 

@@ -91,7 +91,7 @@ def first_failure(
     if code == PREEMPTED and not reports:
         return Ending(code, PREEMPTED_TEXT, rank)
     silent = all(report["rank"] != rank for report in reports)
-    ended = f"weft launch: rank {rank} (process {failure.pid}) ended {how_it_ended(failure.exitcode)}"
+    ended = f"weft launch: rank {rank} (process {failure.pid}) ended {exit_in_words(failure.exitcode)}"
     if not reports or (silent and reports[0]["echo"]):
         return Ending(code, ended, rank)
     first = reports[0]
@@ -105,7 +105,7 @@ def first_failure(
     return Ending(code, f"{first['trace']}\n{last}", culprit, first["trace"])
 
 
-def how_it_ended(code: int) -> str:
+def exit_in_words(code: int) -> str:
     """An exit code, or minus the number of a signal, in words."""
     if code >= 0:
         return f"with exit code {code}"
@@ -121,13 +121,13 @@ def last_words(trace: str) -> str:
     return next((line for line in reversed(trace.splitlines()) if line[:1].strip()), "")
 
 
-def report_of(folder: Path, rank: int, attempt: int) -> str:
+def report_text(folder: Path, rank: int, attempt: int) -> str:
     """The traceback that a rank has left; "" if it ended without a word."""
     return next((str(report["trace"]) for report in _reports(folder, attempt) if report["rank"] == rank), "")
 
 
 def restart_reason(folder: Path, attempt: int) -> str:
-    """One line about the failure before this attempt; "" if nobody left a report. The traceback comes at the end."""
+    """One line about the failure before this attempt; "" if no rank left a report. The traceback comes at the end."""
     reports = _reports(folder, attempt - 1)
     if not reports or (reports[0]["echo"] and not reports[0]["blames"]):
         return ""

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from weft.checks import check_count
 from weft.context.start import launched
 from weft.errors import ContextError, PeerError
-from weft.launching.mailbox import CALL_FILE, ENDING_FILE, Call, dumps
+from weft.launching.mailbox import CALL_FILE, ENDING_FILE, RankCall, dumps
 
 R = TypeVar("R")
 
@@ -73,7 +73,9 @@ def launch_function(fn: Callable[..., R], n: int, *args: Any, max_restarts: int 
     for name, value, least in (("n", n, 1), ("max_restarts", max_restarts, 0)):
         check_count("launch_function", name, value, least=least, fix="weft.launch_function(fn, 2, max_restarts=0)")
     _refuse_in_a_rank()
-    call = Call(list(sys.path), list(sys.argv), dumps((fn, args), f"launch_function: {_name(fn)} and its arguments"))
+    call = RankCall(
+        list(sys.path), list(sys.argv), dumps((fn, args), f"launch_function: {_name(fn)} and its arguments")
+    )
     with tempfile.TemporaryDirectory(prefix="weft-") as name:
         folder = Path(name)
         (folder / CALL_FILE).write_bytes(pickle.dumps(tuple(call)))

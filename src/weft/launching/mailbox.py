@@ -12,7 +12,7 @@ from weft.errors import MissingExtra, type_error
 CALL_FILE, ENDING_FILE = "call", "ending.json"
 
 
-class Call(NamedTuple):
+class RankCall(NamedTuple):
     """What a rank does.
 
     Attributes:

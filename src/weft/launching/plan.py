@@ -27,7 +27,7 @@ MEETING_S = 900  # the nodes wait so long for each other
 _PASSED_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """Everything that is decided before a process is started.
 
     Attributes:
@@ -66,7 +66,7 @@ class Plan(NamedTuple):
         is_new = "signals_to_handle" in LaunchConfig.__dataclass_fields__  # a newer torch
         newer: dict[str, Any] = {"signals_to_handle": _PASSED_ON} if is_new else {}
         return LaunchConfig(
-            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else a folder per launch, which nobody removes
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else a folder per launch, which is never removed
             min_nodes=self.least_nodes,
             max_nodes=self.most_nodes,
             nproc_per_node=self.nproc,
@@ -139,7 +139,7 @@ class Plan(NamedTuple):
         return "\n".join(["weft launch would start, on this node:", *lines])
 
 
-def make_plan(given: Mapping[str, Any], file: Config | None, *, cores: int, omp_num_threads: str | None) -> Plan:
+def make_plan(given: Mapping[str, Any], file: Config | None, *, cores: int, omp_num_threads: str | None) -> LaunchPlan:
     """Take each option from its highest layer, and see whether they fit together.
 
     Args:
@@ -161,10 +161,10 @@ def make_plan(given: Mapping[str, Any], file: Config | None, *, cores: int, omp_
     least, most = _nodes(values["nnodes"])
     _check(values, least, most)
     del values["nnodes"]
-    return Plan(**values, least_nodes=least, most_nodes=most, sources=tuple(sources.items()))
+    return LaunchPlan(**values, least_nodes=least, most_nodes=most, sources=tuple(sources.items()))
 
 
-def secret_of(plan: Plan, environment: Mapping[str, str]) -> str:
+def secret_of(plan: LaunchPlan, environment: Mapping[str, str]) -> str:
     """What only the processes of a job know; "" if it has no secret.
 
     It is that of the environment. A job on one node gets one otherwise; several nodes could not tell each other.

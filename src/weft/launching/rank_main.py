@@ -101,7 +101,7 @@ def as_rank(
 def _end_with_the_launcher() -> None:
     """A launcher that was killed can end no rank; and ranks without one hold their devices for nothing."""
     launcher = multiprocessing.parent_process()
-    if launcher is None:  # nobody started this process as a rank
+    if launcher is None:  # no launcher started this process
         return
     end_with_parent(os.getppid())  # the process that ranks are forked from, which ends with the launcher
     if not sys.platform.startswith("linux"):

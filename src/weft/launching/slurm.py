@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from weft.launching.plan import FLAGS, Plan
+from weft.launching.plan import FLAGS, LaunchPlan
 from weft.peers.store import SECRET_VARIABLE
 
 
 def batch_script(
-    plan: Plan,
+    plan: LaunchPlan,
     script: Sequence[str],
     *,
     name: str,

@@ -12,7 +12,7 @@ from weft.collectives import reduce
 from weft.context import DistContext
 from weft.errors import ContextError, listed, value_error
 from weft.monitoring.trackers.lifetime import RunTracker, close
-from weft.monitoring.values import Tracker, numbers_to_average, seal_of
+from weft.monitoring.values import Tracker, hash_of_names, numbers_to_average
 
 _PADDED_TO = 32  # numbers are reduced in vectors of such lengths, so that ranks with another number of names still meet
 
@@ -77,7 +77,7 @@ def _averages(numbers: Mapping[str, float], ctx: DistContext, weight: float) -> 
     there = ctx.on(ctx.data_axes) if ctx.data_axes else None
     if there is None or there.world_size == 1:
         return dict(numbers)
-    seal = seal_of(numbers)
+    seal = hash_of_names(numbers)
     sums = [weight, seal, *(weight * value if weight else 0.0 for value in numbers.values())]
     sums += [0.0] * (-len(sums) % _PADDED_TO)
     total = reduce(torch.tensor(sums, dtype=torch.float64, device=ctx.device), there).tolist()

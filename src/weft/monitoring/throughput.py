@@ -16,7 +16,7 @@ from weft.context import DistContext
 from weft.errors import ContextError, listed, value_error
 from weft.monitoring.flops import peak_flops as peak_of_device
 from weft.monitoring.peak_memory import used_bytes
-from weft.monitoring.values import seal_of
+from weft.monitoring.values import hash_of_names
 from weft.tensors.messages import control_device
 
 T = TypeVar("T")
@@ -201,7 +201,7 @@ class Throughput:
     def _rows(self, names: list[str]) -> list[list[float]]:
         """What each rank brings, in the order of `_COUNTS`, and then its parts."""
         ctx = self._ctx
-        seal = seal_of(names)
+        seal = hash_of_names(names)
         first = all(place == 0 for axis, place in ctx.coordinates.items() if axis not in ctx.data_axes)
         seen = (self._samples, self._tokens) if first else (0, 0)
         elapsed = math.fsum(self._spent.values())

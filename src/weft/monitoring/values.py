@@ -125,6 +125,6 @@ def _described(value: object) -> str:
     return f"{type(value).__name__} {what}"
 
 
-def seal_of(names: Iterable[str]) -> float:
+def hash_of_names(names: Iterable[str]) -> float:
     """A hash of names, exact in float64: a sum over the ranks shows whether all of them have the same names."""
     return float(int.from_bytes(hashlib.sha256("\0".join(names).encode()).digest()[:5]))

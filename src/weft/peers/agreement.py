@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.errors import ContextError, PeerError, listed
-from weft.peers.liveness import SLICE_S, blame, culprit, dead_near, peer_error
+from weft.peers.liveness import SLICE_S, dead_on_this_machine, find_culprit, peer_error, rank_to_blame
 from weft.peers.store import RankStore, StoreLost
 from weft.peers.world import Watcher, World
 
@@ -43,12 +43,12 @@ def agree(world: World, what: str, facts: Mapping[str, object] | None = None, *,
         PeerError: A rank failed, died, or did not come within `world.timeout_s`.
         ContextError: The ranks came for different things, or with different facts.
     """
-    entries = differing(world, what, {"call": what, **(facts or {})})
+    entries = differing_facts(world, what, {"call": what, **(facts or {})})
     if entries is not None:
         compare(what, entries, fix=fix)
 
 
-def differing(world: World, what: str, facts: Mapping[str, object]) -> list[dict[str, Any]] | None:
+def differing_facts(world: World, what: str, facts: Mapping[str, object]) -> list[dict[str, Any]] | None:
     """Compare facts over the ranks; None if they are equal, else those of every rank, in rank order.
 
     A fact named "at" may differ, as in `compare`.
@@ -121,13 +121,13 @@ def exchange(world: World, what: str, mine: Any, *, to: int | None = None, kind:
         return [alone] * (world.size if world.pretended else 1)
     number = world.next_meeting()
     key = f"meet/{number}"
-    with _store_errors(world, what), _told(world, key):
+    with _store_errors(world, what), _report_failed_meeting(world, key):
         store.write(_at(world.rank), {"number": number, "kind": kind or what, "what": what, "value": mine})
         if store.add(f"{key}/count", 1) == world.size:
             done = _joined(world, store, number, to)
             if not store.claim(f"{key}/done", json.dumps(done)):
                 done = store.read(f"{key}/done", "found", "failed")
-            # Everybody has come to this meeting, so nobody can still be reading the one before.
+            # Every rank has come to this meeting, so none can still be reading the one before.
             if number > 1:
                 store.delete(f"meet/{number - 1}/done")
                 store.delete(f"meet/{number - 1}/count")
@@ -187,7 +187,7 @@ def absentees(world: World) -> list[int]:
 
 
 @contextlib.contextmanager
-def _told(world: World, key: str) -> Iterator[None]:
+def _report_failed_meeting(world: World, key: str) -> Iterator[None]:
     """Let those that wait for the result of a meeting know that it has none."""
     try:
         yield
@@ -196,7 +196,7 @@ def _told(world: World, key: str) -> Iterator[None]:
             _tell(world, key, error.rank, error.text, str(error))
         raise
     except BaseException as error:
-        _tell(world, key, *blame(world, error))
+        _tell(world, key, *rank_to_blame(world, error))
         raise
 
 
@@ -221,7 +221,7 @@ def compare_values(world: World, what: str, mine: str) -> None:
     Raises:
         ContextError: The descriptions differ.
     """
-    entries = differing(world, what, {"value": mine})
+    entries = differing_facts(world, what, {"value": mine})
     if entries is not None:
         compare(what, entries)
 
@@ -230,7 +230,7 @@ def disagree(world: World, error: BaseException) -> None:
     """Report to a meeting that this rank will not come because of `error`; the others raise `PeerError`."""
     if world.store is None or world.size == 1 or world.closed:
         return
-    _tell(world, f"meet/{world.next_meeting()}", *blame(world, error))
+    _tell(world, f"meet/{world.next_meeting()}", *rank_to_blame(world, error))
 
 
 def wait_for_key(
@@ -254,7 +254,7 @@ def wait_for_key(
     left_s, asked = world.timeout_s, 0
     with _store_errors(world, what):
         while True:
-            value = store.come(key, SLICE_S if patient else min(SLICE_S, max(left_s, 0.001)))
+            value = store.wait_for(key, SLICE_S if patient else min(SLICE_S, max(left_s, 0.001)))
             if value is not None:
                 return value
             error = _blamed(world, what, absent)
@@ -266,9 +266,9 @@ def wait_for_key(
                     error = _asked(watch, what, world, absent, asked)
                     asked += _ASKED
                 if error is None and left_s <= 0:
-                    error = _late(world, what, absent())
+                    error = _late_error(world, what, absent())
             if error is not None:
-                value = store.come(key, 0)
+                value = store.wait_for(key, 0)
                 if value is None:
                     raise error
                 return value
@@ -280,13 +280,17 @@ def _blamed(world: World, what: str, absent: Callable[[], Sequence[int]]) -> Pee
     places = {member: rank for rank, member in enumerate(world.members()) if rank != world.rank}
     index = {rank: member for member, rank in enumerate(root.ranks)}
     left = [note for note in _notes(root) if note["left"]]
-    suspects = {note["from"] for note in left} | {index.get(note["rank"], -1) for note in left} | set(dead_near(root))
+    suspects = (
+        {note["from"] for note in left}
+        | {index.get(note["rank"], -1) for note in left}
+        | set(dead_on_this_machine(root))
+    )
     members = [places[member] for member in sorted(suspects) if member in places]
     if not members:
         return None
     missing = absent()  # if all have come and it is not settled, one of them died in between
     guilty = [rank for rank in members if rank in missing] if missing else members
-    blamed = culprit(world, guilty) if guilty else None
+    blamed = find_culprit(world, guilty) if guilty else None
     if blamed is None:  # on another host, its neighbours have seen it
         names = {world.ranks[rank] for rank in guilty}
         blamed = next(((note["rank"], note["error"]) for note in left if note["rank"] in names), None)
@@ -316,7 +320,7 @@ def _asked(
     return None
 
 
-def _late(world: World, what: str, missing: Sequence[int]) -> PeerError:
+def _late_error(world: World, what: str, missing: Sequence[int]) -> PeerError:
     """The error for peers that show no sign of failure, and do not come either."""
     late = [world.ranks[rank] for rank in missing]
     return PeerError(

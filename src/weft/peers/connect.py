@@ -1,4 +1,4 @@
-"""Can the address be reached at which ranks or nodes meet? Whoever waits says so soon, and does not wait in vain.
+"""Can the address be reached at which ranks or nodes meet? If not, waiting ends soon, with an error.
 
 A refused connection means that the machine is there and the first rank is not yet: that is waited for. A name
 without an address, a network without a way there, or no answer at all rarely get better: that ends much sooner.
@@ -31,7 +31,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _LOOPBACK, _TCP = "127.0.0.1", socket.SOCK_STREAM
 
 
-def reach(host: str, port: int, *, who: str, limit_s: float, patient: bool = False) -> None:
+def wait_for_listener(host: str, port: int, *, who: str, limit_s: float, patient: bool = False) -> None:
     """Wait until somebody listens at an address.
 
     Args:
@@ -42,7 +42,7 @@ def reach(host: str, port: int, *, who: str, limit_s: float, patient: bool = Fal
         patient: Wait as long for an address that cannot be reached at all.
 
     Raises:
-        ContextError: Nobody does; the text has the address, the interface and what to do next.
+        ContextError: Nothing does; the text has the address, the interface and what to do next.
     """
     begin = time.monotonic()
     hopeless_since: float | None = None
@@ -155,7 +155,7 @@ def open_store(place: Topology, limit_s: float, *, serves: bool, who: str = "") 
     """Serve the store at which the ranks meet, or connect to it; `who` does, if it is no rank.
 
     Raises:
-        ContextError: Nobody serves it, another program has the port, or the time is over.
+        ContextError: It is not served, another program has the port, or the time is over.
     """
     made: list[dist.TCPStore] = []
     failed: list[Exception] = []
@@ -178,7 +178,7 @@ def open_store(place: Topology, limit_s: float, *, serves: bool, who: str = "") 
     if serves:
         make()  # raises by itself after the limit; a thread that outlived this one would abort the process at its end
     else:
-        # torch's client waits without a limit for the first word of whoever listens there.
+        # torch's client waits without a limit for the first word of what listens there.
         thread = threading.Thread(target=make, name="weft start", daemon=True)
         thread.start()
         if answered.wait(answer_s):
@@ -192,14 +192,14 @@ def store_of_launcher(host: str, port: int, limit_s: float) -> dist.TCPStore:
     """Connect to the store that the launcher of the first node serves.
 
     Raises:
-        ContextError: Nobody serves it, or another program has the port.
+        ContextError: It is not served, or another program has the port.
     """
     place = Topology(master_addr=host, master_port=port, source="--rdzv", store_served=True)
     return open_store(place, limit_s, serves=False, who="launch: this node")
 
 
 def not_connected(place: Topology, who: str, error: Exception | None, waited_s: float) -> ContextError:
-    """What to raise if there is no store of a job at an address: with an error of torch, or none if nobody answers."""
+    """What to raise if there is no store of a job at an address: with an error of torch, or none if nothing answers."""
     held = error is None or "EADDRINUSE" in str(error)
     said = f"something listens there and has said nothing for {waited_s:g} s" if error is None else str(error)
     at = f"{place.master_addr}:{place.master_port}"

@@ -45,16 +45,17 @@ def connections() -> set[tuple[int, int]]:
     return found
 
 
-def cut(which: Callable[[int, int], bool]) -> None:
+def close_connections(which: Callable[[int, int], bool]) -> None:
     """End the connections for whose local and remote port `which` is true; their owners see them closed."""
     for each in _sockets():
         with contextlib.suppress(OSError):
             if which(each.getsockname()[1], each.getpeername()[1]):
+                # Ends the connection itself and wakes the thread that waits in it; `close` would only drop this copy.
                 each.shutdown(socket.SHUT_RDWR)
 
 
 def groups_among(ranks: Sequence[int]) -> list[dist.ProcessGroup]:
-    """The groups of this process that have no other members than these ranks, whoever made them."""
+    """The groups of this process that have no other members than these ranks, made by weft or not."""
     known: list[dist.ProcessGroup] = list(torch_internals.world.found.pg_map)
     return [group for group in known if set(dist.get_process_group_ranks(group)) <= set(ranks)]
 

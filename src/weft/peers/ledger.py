@@ -99,7 +99,7 @@ class Ledger:
         while self._noted and store is not None:
             number, what, fix, mine = self._noted[0]
             key = self._key(number)
-            text = store.come(key, 0) or (store.come(key, limit_s) if limit_s else None)
+            text = store.wait_for(key, 0) or (store.wait_for(key, limit_s) if limit_s else None)
             if text is None:
                 return
             self._noted.popleft()

@@ -40,7 +40,12 @@ def announce(world: World) -> None:
     store, key, pid = world.store, f"peer/{world.rank}", os.getpid()
     if store is None:
         return
-    me: dict[str, Any] = {"host": socket.gethostname(), "machine": machine_id(), "pid": pid, "born": _born(pid)}
+    me: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "machine": machine_id(),
+        "pid": pid,
+        "born": _process_start_time(pid),
+    }
     me["ports"] = [local for local, remote in connections() if remote == store.port]
     if not store.claim(key, json.dumps(me)):
         first = store.read(key, "host", "pid")
@@ -52,22 +57,22 @@ def announce(world: World) -> None:
         )
 
 
-def absent(world: World) -> tuple[int, str] | None:
+def find_absent_rank(world: World) -> tuple[int, str] | None:
     """Find a rank that has already reported to the next meeting that it will not come, and why."""
     key = f"meet/{world.meetings + 1}/done"
-    text = None if world.store is None else world.store.come(key, 0)
+    text = None if world.store is None else world.store.wait_for(key, 0)
     if world.store is None or text is None:
         return None
     failed = world.store.parsed(key, text, "failed")["failed"]
     return None if failed is None else (failed["rank"], failed["text"])
 
 
-def late(world: World, what: str) -> tuple[int, str] | None:
+def find_late_rank(world: World, what: str) -> tuple[int, str] | None:
     """After a collective timed out: find the rank of `world` that is not waiting in it."""
     store, root = world.store, world.root
     if store is None or root.store is None:
         return None
-    blamed = culprit(world)
+    blamed = find_culprit(world)
     if blamed is not None:
         return blamed
     store.set(f"stuck/{world.meetings}/{world.rank}", what)
@@ -96,7 +101,7 @@ def is_behind(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
     return any(other.get(name, 0) > count for name, count in one.items())
 
 
-def culprit(world: World, ranks: Sequence[int] | None = None) -> tuple[int, str] | None:
+def find_culprit(world: World, ranks: Sequence[int] | None = None) -> tuple[int, str] | None:
     """Find a rank that is the reason why this one waits in vain, and what it said.
 
     Args:
@@ -143,7 +148,7 @@ class Neighbours:
         world = self._world()
         if world is None or world.store is None:
             return
-        for rank in [*dead_near(world), *self._cut_off(world, world.store)]:
+        for rank in [*dead_on_this_machine(world), *self._cut_off(world, world.store)]:
             if not world.store.has(f"parted/{rank}") and world.store.add(f"dead/{rank}", 1) == 1:
                 _leave_note(world, world.ranks[rank], _GONE, left=True, over=True, of=rank)
 
@@ -169,7 +174,7 @@ def part(world: World, error: BaseException | None = None) -> None:
     """Write down that this rank leaves, and why if it failed."""
     if world.store is None:
         return
-    rank, text = (world.ranks[world.rank], None) if error is None else blame(world, error)
+    rank, text = (world.ranks[world.rank], None) if error is None else rank_to_blame(world, error)
     with contextlib.suppress(StoreLost):
         note = {"rank": rank, "error": text, "collectives": world.collectives()}
         world.store.write(f"parted/{world.rank}", note)
@@ -183,15 +188,15 @@ def part(world: World, error: BaseException | None = None) -> None:
 def report_failure(world: World, error: BaseException) -> None:
     """Report an error of this rank to the others, which they would otherwise wait for in a collective.
 
-    For errors that torch does not know of: whoever waits in a collective that this rank does not come to ends with a
+    For errors that torch does not know of: a rank in a collective to which this one does not come ends with a
     `PeerError` that has the text. Nothing happens to ranks that do not wait, to those that had an error of their own,
-    and if this rank continues and begins another collective. Waits for nobody.
+    and if this rank continues and begins another collective. Does not wait.
     """
     root = world.root
     if root.store is not None and root.size > 1 and not root.closed:
         root.failures += 1
         with contextlib.suppress(StoreLost):
-            _leave_note(root, *blame(root, error), left=False, over=False)
+            _leave_note(root, *rank_to_blame(root, error), left=False, over=False)
 
 
 def check_failed(world: World) -> None:
@@ -205,7 +210,7 @@ def check_failed(world: World) -> None:
 
 
 def _leave_note(world: World, blamed: int, text: str, *, left: bool, over: bool, of: int | None = None) -> None:
-    """Tell of this rank, or of one that cannot; `over`: the job cannot continue, whoever waits for whom."""
+    """Tell of this rank, or of one that cannot; `over`: the job cannot continue, whichever rank waits."""
     if world.store is None:
         return
     note = {
@@ -221,7 +226,7 @@ def _leave_note(world: World, blamed: int, text: str, *, left: bool, over: bool,
     world.store.write(f"note/{world.store.add('note/count', 1)}", note)
 
 
-def wait_for_parting(world: World, limit_s: float) -> None:
+def wait_for_leaving(world: World, limit_s: float) -> None:
     """Wait until every rank has parted or died, at most `limit_s`; never raises.
 
     A gloo group that is destroyed while a peer still talks to it aborts that peer.
@@ -231,19 +236,19 @@ def wait_for_parting(world: World, limit_s: float) -> None:
         return
     end = time.monotonic() + limit_s
     with contextlib.suppress(StoreLost):
-        while time.monotonic() < end and store.come("parted/all", min(SLICE_S, limit_s)) is None:
-            died = [rank for rank in dead_near(world) if not store.has(f"parted/{rank}")]
+        while time.monotonic() < end and store.wait_for("parted/all", min(SLICE_S, limit_s)) is None:
+            died = [rank for rank in dead_on_this_machine(world) if not store.has(f"parted/{rank}")]
             if died and store.add("parted/count", 0) + len(died) >= world.size:
                 store.set("parted/all", "1")
         store.set(f"gone/{world.rank}", "1")
         # The store may live in the process of the first rank: it may go only when all have read it.
         others = [f"gone/{rank}" for rank in range(1, world.size)]
         while world.ranks[world.rank] == 0 and time.monotonic() < end and not store.has_all(others):
-            others = [f"gone/{rank}" for rank in range(1, world.size) if rank not in dead_near(world)]
+            others = [f"gone/{rank}" for rank in range(1, world.size) if rank not in dead_on_this_machine(world)]
             time.sleep(0.01)
 
 
-def dead_near(root: World) -> list[int]:
+def dead_on_this_machine(root: World) -> list[int]:
     """Ranks whose processes ran on this machine and do not any more. What does not change is read once."""
     unknown = [rank for rank in root.near or range(root.size) if rank not in root.peers and rank != root.rank]
     if unknown and root.store is not None:
@@ -259,7 +264,7 @@ def exception_text(error: BaseException) -> str:
     return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
-def blame(world: World, error: BaseException) -> tuple[int, str]:
+def rank_to_blame(world: World, error: BaseException) -> tuple[int, str]:
     """The global rank that is at fault when this rank fails with `error`: the peer it names, or this one."""
     if isinstance(error, PeerError) and error.rank >= 0:
         return error.rank, error.text
@@ -276,7 +281,7 @@ def _is_dead(store: RankStore, rank: int) -> bool:
 
 def _is_gone(peer: Mapping[str, Any]) -> bool:
     """Whether the process that has written down this of itself ran on this machine and does not any more."""
-    return bool(peer["machine"] == machine_id() and _born(peer["pid"]) != peer["born"])
+    return bool(peer["machine"] == machine_id() and _process_start_time(peer["pid"]) != peer["born"])
 
 
 @functools.cache
@@ -290,7 +295,7 @@ def machine_id() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _born(pid: int) -> str | None:
+def _process_start_time(pid: int) -> str | None:
     """Start time of a process, which distinguishes a recycled process id; None if there is none."""
     try:
         with pathlib.Path(f"/proc/{pid}/stat").open(encoding="utf-8", errors="replace") as file:

@@ -4,13 +4,13 @@ Pure: no store, no process, no clock. `launching/replicas/` has these; `replica_
 
 [Note: quorum] A *quorum* is a set of replicas that make steps together; each one has a number. A replica that has
 lost another one in a step asks for the next quorum, and so does a new one. The next quorum begins when all that live of
-the present one have asked: nobody is in the middle of a step then. A new replica lets the launcher call the present
+the present one have asked: none is in the middle of a step then. A new replica lets the launcher call the present
 ones together, which come when their step is done. Those that have made the most steps hold the truth: a step that
 one of them has finished had the gradients of all. The others take over its state, or have the same.
 
 [Note: the end of the work] A replica that leaves its context in good order says after how many steps. Exit code 0 alone
-means nothing. It is the end of the job if nobody goes past it: another one that asks for the next quorum after as many
-steps shows that it has left too early. If the others are gone from within their loops, nobody knows; so it has not
+means nothing. It is the end of the job if none goes past it: another one that asks for the next quorum after as many
+steps shows that it has left too early. If the others are gone from within their loops, that is unknown; so it has not
 ended the work, unless its own loop came to the end of an epoch that none of them has gone past.
 """
 
@@ -65,7 +65,7 @@ class Answer(NamedTuple):
     lost: tuple[str, ...] = ()
 
 
-class Loop(NamedTuple):
+class LoopPosition(NamedTuple):
     """Where the loop of a replica stands.
 
     Attributes:
@@ -105,8 +105,8 @@ class Quorums:
     asking: dict[str, Ask] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     is_broken: bool = False
-    loops: dict[str, Loop] = field(default_factory=dict)
-    ends: dict[str, Loop] = field(default_factory=dict)
+    loops: dict[str, LoopPosition] = field(default_factory=dict)
+    ends: dict[str, LoopPosition] = field(default_factory=dict)
     early: list[str] = field(default_factory=list)
     vanished: int | None = None
     waiting_since: float | None = None
@@ -115,14 +115,14 @@ class Quorums:
         """A replica was started."""
         self.living.add(name)
 
-    def says(self, name: str, loop: Loop) -> None:
+    def note_position(self, name: str, loop: LoopPosition) -> None:
         """A replica says where its loop stands."""
         if name in self.living:
             self.loops[name] = loop
 
     def ended(self, name: str, *, done: bool = False, lost: bool = True) -> None:
         """The process of a replica is gone: its work was `done`, or it was `lost`."""
-        loop = self.loops.get(name, Loop())
+        loop = self.loops.get(name, LoopPosition())
         if done:
             self.ends[name] = loop
         elif lost and name in self.inside and loop.inside:
@@ -141,8 +141,8 @@ class Quorums:
                 del self.ends[name]
                 self.early.append(name)
 
-    def _is_sure(self, name: str, end: Loop) -> bool:
-        """Whether nobody has gone past it: nobody has vanished, or another one agrees, or those that did are behind."""
+    def _is_sure(self, name: str, end: LoopPosition) -> bool:
+        """Whether none has gone past it: none has vanished, or another one agrees, or those that did are behind."""
         agrees = any(n != name and not loop.inside and loop.step == end.step for n, loop in self.loops.items())
         return self.vanished is None or agrees or (end.whole and self.vanished < end.step)
 

@@ -37,8 +37,8 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.errors import ContextError
-from weft.peers.gloo_connections import connections, cut
-from weft.peers.quorum import Answer, Ask, Loop
+from weft.peers.gloo_connections import close_connections, connections
+from weft.peers.quorum import Answer, Ask, LoopPosition
 from weft.peers.store import RankStore, StoreLost
 from weft.peers.world import World
 from weft.tensors.pairwise import SmallSum
@@ -96,7 +96,7 @@ class ReplicaGroup:
         self.inside = inside
         self.on_loss: Callable[[], None] = lambda: None
         self.is_done: Callable[[BaseException | None], bool] = lambda error: False  # noqa: ARG005
-        self.loop = Loop()
+        self.loop = LoopPosition()
         self._board, self._device, self._facts = board, device, facts
         self._lane: _Lane | None = None  # while this replica is connected to others
         self._looked_s = 0.0
@@ -117,7 +117,7 @@ class ReplicaGroup:
 
     # -- the work --------------------------------------------------------------------------------
 
-    def is_at(self, loop: Loop) -> None:
+    def report_position(self, loop: LoopPosition) -> None:
         """Tell the launcher where the loop stands."""
         self.loop = loop
         if self.inside.rank == 0:
@@ -128,7 +128,7 @@ class ReplicaGroup:
         if self.is_done(error):
             self._say_loop(done=True)
             if self._board is not None:
-                self._board.has("told")  # whoever answers has read it
+                self._board.has("told")  # the rank that answers has read it
 
     def _say_loop(self, *, done: bool) -> None:
         if self._board is not None:
@@ -284,7 +284,7 @@ class _Lane:
         # Processes that were forked from this one, as by a loader, keep them open; so closing them is not enough.
         mine = self._connections
         if mine:
-            cut(lambda *ports: ports in mine)
+            close_connections(lambda *ports: ports in mine)
         self._sums.clear()
         group = [self._group]  # it ends when its operations have, which may be never
         self._group = None
@@ -350,7 +350,7 @@ def _connect(
 
     before = connections()
     threading.Thread(target=connect, name="weft connect", daemon=True).start()
-    while not over.wait(_PATIENCE_S):  # gloo waits five times as long as it is told, for one that has just died
+    while not over.wait(_PATIENCE_S):  # gloo waits five times as long as its timeout, for one that has just died
         if is_hopeless():
             return None
     if not made:

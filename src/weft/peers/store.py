@@ -1,18 +1,18 @@
-"""`RankStore`: the key-value store of a job, whose requests have a time limit and whose values nobody else can write.
+"""`RankStore`: the key-value store of a job, whose requests have a time limit and whose values strangers cannot write.
 
 torch's clients wait for an answer of the store without a limit. A store whose process is stopped, or that is cut off,
 would hold every rank that uses it, and with them the very ranks that could say who is to blame. So each request has a
 deadline; a thread that makes no requests itself (see straggler_watch.py) watches the deadlines, and cuts the connection
 when one has passed. What waits for an answer then ends with an error, as do all later requests.
 
-[Note: the secret] torch's store lets whoever reaches its port read, write and delete everything. A job that has a
+[Note: the secret] torch's store lets anyone who reaches its port read, write and delete everything. A job that has a
 secret keeps its keys below a prefix that follows from it, and each value begins with an HMAC of name and value. What
-does not fit is taken for absent: it is of a stranger. Messages are in queues of the store, whose names nobody can list:
+does not fit is taken for absent: it is of a stranger. Messages are in queues of the store; its names cannot be listed:
 they can be neither seen nor removed.
 
 [Note: waiting] Who waits for a key asks once: the store answers when it is there. torch's client holds its connection
 meanwhile, cannot be interrupted, and complains when it gives up. So a thread waits, on a connection of its own, and
-whoever needs the key waits for that thread: as long as it likes, with a look at the peers now and then, and with
+the caller waits for that thread: as long as it likes, with a look at the peers now and then, and with
 signals handled. A thread that is not needed any more ends when its key comes, or with the process.
 """
 
@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from weft.errors import ContextError, PeerError
-from weft.peers.gloo_connections import cut
+from weft.peers.gloo_connections import close_connections
 
 R = TypeVar("R")
 
@@ -61,7 +61,7 @@ class _Connection:
         self.port = store.port if isinstance(store, dist.TCPStore) else None
         self.deadlines: dict[int, float] = {}  # by thread
         self.waits: dict[str, _Wait] = {}  # by key
-        self.spare: list[dist.Store] = []  # on which nobody waits
+        self.spare: list[dist.Store] = []  # on which no thread waits
         self.silent = False
         self.warned = False
 
@@ -85,7 +85,7 @@ class _Wait(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Wait, and keep what went wrong for whoever asks."""
+        """Wait, and keep what went wrong for the caller."""
         try:
             self._board._wait_here(self._key)
         except Exception as error:  # noqa: BLE001  (raised where it is waited for)
@@ -163,7 +163,7 @@ class RankStore:
         """Whether there are such keys, without a look at their values."""
         return bool(self._request(self._store.check, [self._path + key for key in keys]))
 
-    def come(self, key: str, limit_s: float) -> bytes | None:
+    def wait_for(self, key: str, limit_s: float) -> bytes | None:
         """Wait for a value, at most so long; None if it does not come. Asks again only what was not answered yet."""
         connection, name, start = self._connection, self._path + key, time.monotonic()
         while True:
@@ -183,7 +183,7 @@ class RankStore:
             time.sleep(min((limit_s - left_s) / 16 + 1e-4, _PAUSE_S, left_s))  # a file, or a value of a stranger
 
     def _wait_here(self, name: str) -> None:
-        """Wait for a key as long as it takes, on a connection of which nobody else has need."""
+        """Wait for a key as long as it takes, on a connection that is not used for anything else."""
         spare = self._connection.spare
         store = spare.pop() if spare else self._request(self._store.clone)
 
@@ -308,7 +308,7 @@ class RankStore:
         connection, now = self._connection, time.monotonic()
         if connection.port is not None and any(deadline < now for deadline in list(connection.deadlines.values())):
             connection.silent = True
-            cut(lambda _, remote: remote == connection.port)
+            close_connections(lambda _, remote: remote == connection.port)
 
     def _request(self, request: Callable[..., R], *arguments: object) -> R:
         connection, thread = self._connection, threading.get_ident()

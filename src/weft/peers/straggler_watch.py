@@ -17,7 +17,7 @@ rank is found only this way: of such messages the ranks of a group have differen
 is hidden in C++: it waits if its thread takes no CPU time.
 
 A second thread, the guard, never asks the store anything: it ends questions that the store does not answer, those of
-the watch included, see board.py.
+the watch included, see store.py.
 
 [Note: the watch] Keys, below the prefix of a root:
     watch/asked      grows while somebody waits at a meeting
@@ -40,7 +40,7 @@ import torch.distributed as dist
 
 from weft import torch_internals
 from weft.errors import ContextError, PeerError
-from weft.peers.gloo_connections import abort_groups, cut, groups_among, listening_ports
+from weft.peers.gloo_connections import abort_groups, close_connections, groups_among, listening_ports
 from weft.peers.liveness import Neighbours, is_behind
 from weft.peers.store import RankStore, StoreLost
 from weft.peers.world import World
@@ -56,21 +56,21 @@ _NOT_THE_USER = ("weft", "torch", "contextlib", "threading")
 _BETWEEN_PAIRS = ("send", "recv", "isend", "irecv")  # functions of torch
 
 
-def watch(world: World) -> None:
+def start_watching(world: World) -> None:
     """Start the threads of this rank. They end with the context."""
     if world.store is not None and world.size > 1:
-        world.watch = Watch(world)
+        world.watch = StragglerWatch(world)
         world.holders.add(world.watch)
 
 
-class Watch:
+class StragglerWatch:
     """The threads of one rank, and what is known of the others."""
 
     patience_s = _SURE_S
 
     def __init__(self, world: World) -> None:
         self._world = weakref.ref(world)
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _AwaitedRank] = {}
         self._asked = 0
         self._notes = world.notes = list[dict[str, Any]]()
         self._neighbours = Neighbours(world)
@@ -116,7 +116,7 @@ class Watch:
             # Answers keep coming, and say the same.
             seen, state = self._seen.get(member), [theirs["collectives"], theirs["at"], mine]
             if seen is None or seen.state != state:
-                self._seen[member] = _Seen(state, asked, time.monotonic())
+                self._seen[member] = _AwaitedRank(state, asked, time.monotonic())
             elif time.monotonic() - seen.since >= _SURE_S and theirs["asked"] > seen.asked:
                 raise _elsewhere(what, world, rank, theirs["at"])
 
@@ -154,7 +154,7 @@ class Watch:
             if not world.closed:
                 self._read_notes(store)
                 self._look(world, store, place)
-        except (StoreLost, ContextError) as error:  # then nobody can be met any more
+        except (StoreLost, ContextError) as error:  # then no meeting can take place any more
             if not world.closed and not self._end.is_set():
                 _give_up(world, getattr(error, "rank", -1), getattr(error, "text", str(error)), [])
             return False
@@ -182,7 +182,7 @@ class Watch:
         if not waits or still_s < _SURE_S:
             return
         if world.failure is not None:  # and what it waits for comes from another rank, which has left by now
-            _cut(world, [port for note in self._notes for port in note["ports"]])
+            _close_connections(world, [port for note in self._notes for port in note["ports"]])
             return
         self._neighbours.report_dead()
         waited_in = _waited_in(world)
@@ -233,7 +233,7 @@ class Watch:
         return bool(theirs["asked"] >= note.setdefault("since", asked) and not continued)
 
 
-class _Seen(NamedTuple):
+class _AwaitedRank(NamedTuple):
     """What a rank that is waited for was doing, when `asked` was that large, since when."""
 
     state: list[Any]
@@ -258,19 +258,19 @@ class _Unchanged:
 def _give_up(world: World, rank: int, text: str, ports: Sequence[int]) -> None:
     """Let what this rank waits for in a collective end; `close_after` says which rank is to blame.
 
-    An aborted collective ends without an error: whoever uses what it should have brought calls `check_failed` first.
+    An aborted collective ends without an error: code that uses its result calls `check_failed` first.
     """
     world.failure = (rank, text)
     abort_groups(groups_among(world.ranks))
-    _cut(world, ports)  # last: NCCL needs its connections to abort
+    _close_connections(world, ports)  # last: NCCL needs its connections to abort
 
 
-def _cut(world: World, ports: Sequence[int]) -> None:
+def _close_connections(world: World, ports: Sequence[int]) -> None:
     """End the connections to ranks that listen at these ports, and those that others have made to this rank."""
     store_port = None if world.store is None else world.store.port
     mine = set(listening_ports()) - {store_port}
     theirs = set(ports) - {store_port}
-    cut(lambda local, remote: store_port not in (local, remote) and (local in mine or remote in theirs))
+    close_connections(lambda local, remote: store_port not in (local, remote) and (local in mine or remote in theirs))
 
 
 def _elsewhere(what: str, world: World, rank: int, place: str) -> PeerError:
@@ -296,7 +296,7 @@ def _may_wait(world: World) -> bool:
     try:
         if innermost is None or group is None or dist.get_backend(group) != "gloo":
             return True
-    except ValueError:  # destroyed by who made it, and not by `close`: nobody waits in it
+    except ValueError:  # destroyed by who made it, and not by `close`: no rank waits in it
         return False
     return innermost.partition(".")[0] in ("weft", "torch")
 

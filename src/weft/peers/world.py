@@ -28,7 +28,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,14 +42,15 @@ PREEMPTED = 75  # exit code of a job that was asked to end and can be resumed; E
 STUCK_S = 1.0  # how far apart the ranks may notice that a collective timed out
 
 
-class Holder(Protocol):
+@runtime_checkable
+class GroupHolder(Protocol):
     """Something that keeps the process group alive and can let it go."""
 
     def release(self) -> None:
         """Drop the group; what was built on it stops working."""
 
 
-class Watcher(Holder, Protocol):
+class Watcher(GroupHolder, Protocol):
     """Knows of ranks that will not come to a meeting because they wait elsewhere; see straggler_watch.py.
 
     Attributes:
@@ -63,10 +64,10 @@ class Watcher(Holder, Protocol):
 
 
 class Background(Protocol):
-    """Work beside the program, such as a save; whoever leaves waits for it."""
+    """Work beside the program, such as a save; leaving the job waits for it."""
 
     def finish(self, limit_s: float) -> BaseException | None:
-        """Wait for it at most so long, then stop it; the error that nobody has seen yet."""
+        """Wait for it at most so long, then stop it; its error, if it was not raised yet."""
 
 
 class Comparison(Protocol):
@@ -136,7 +137,7 @@ class World:
     meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
     message_bytes: int | None = None
     messages: dict[object, Any] = field(default_factory=dict)
-    holders: weakref.WeakSet[Holder] = field(default_factory=weakref.WeakSet)
+    holders: weakref.WeakSet[GroupHolder] = field(default_factory=weakref.WeakSet)
     ledgers: weakref.WeakSet[Comparison] = field(default_factory=weakref.WeakSet)
     meetings: int = 0
     numbers: Counter[str] = field(default_factory=Counter)

@@ -59,7 +59,7 @@ def changes(mesh: Mapping[str, int] | None) -> Iterator[Change]:
         yield Change(recomputes=True, offloads=True)
 
 
-def smallest(
+def first_that_fits(
     limit: float, mesh: Mapping[str, int] | None, rehearse: Callable[[Change], Rehearsal]
 ) -> tuple[Change, Rehearsal] | None:
     """The first change with which a step needs at most `limit` bytes, rehearsed; None if there is none.
@@ -75,7 +75,7 @@ def smallest(
 
 
 @contextlib.contextmanager
-def applied(change: Change) -> Iterator[None]:
+def recomputing_strategies(change: Change) -> Iterator[None]:
     """Let the strategies of weft, as a script finds them in the facade, recompute blocks."""
     facade: Any = importlib.import_module("weft")
     if change.recomputes:

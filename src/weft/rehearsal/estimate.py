@@ -25,7 +25,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Block:
+class ModelBlock:
     """A part of a model: up to the first number in the names of its parameters, "layers.0", or one module.
 
     Attributes:
@@ -61,7 +61,7 @@ class Estimate:
         return sum(math.prod(shape) for _, shape in self.shapes)
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[ModelBlock, ...]:
         """The parts of the model in their order; equal ones that only differ by a number together."""
         sizes: dict[str, int] = {}
         for name, shape in self.shapes:
@@ -70,7 +70,7 @@ class Estimate:
         for name, size in sizes.items():
             key = re.sub(r"(^|\.)\d+$", r"\1*", name), size
             groups[key] = groups.get(key, 0) + 1
-        return tuple(Block(name, count, size) for (name, size), count in groups.items())
+        return tuple(ModelBlock(name, count, size) for (name, size), count in groups.items())
 
     def weights(self, dtype: str = "fp32") -> int:
         """Bytes of the parameters in a dtype; int8 and int4 without the scales that a quantized format adds."""

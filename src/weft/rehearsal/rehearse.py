@@ -16,7 +16,7 @@ import torch
 from weft import torch_internals
 from weft.context import DistContext, adopt
 from weft.context.settings import mesh_axes
-from weft.engines.torch.hooks.every_optimizer import sweep
+from weft.engines.torch.hooks.every_optimizer import remove_finished_hooks
 from weft.errors import ContextError, value_error
 from weft.peers.pretended import Mail, NotSent, PretendedGroup
 from weft.rehearsal.both_ways import both_ways
@@ -25,11 +25,11 @@ from weft.rehearsal.messages import Links
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.simulation.lines import line_in
 from weft.rehearsal.simulation.numbers import Numbers
-from weft.rehearsal.simulation.observe import Observed, observing
+from weft.rehearsal.simulation.observe import ProgramObserver, observing
 from weft.rehearsal.simulation.pretended_tensors import Assumed, Simulation, without_memory
 from weft.rehearsal.simulation.pretended_world import pretended_world
 from weft.rehearsal.simulation.saving import saves_counted
-from weft.rehearsal.simulation.shortcuts import shortcuts
+from weft.rehearsal.simulation.shortcuts import fewer_fsdp_chunks
 
 R = TypeVar("R")
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -139,7 +139,7 @@ def rehearse(
         False
     """
 
-    def run(found: Observed, memory: contextlib.AbstractContextManager[Simulation]) -> Simulation:
+    def run(found: ProgramObserver, memory: contextlib.AbstractContextManager[Simulation]) -> Simulation:
         with adopt() as ctx:
             ctx.mesh  # noqa: B018  (made here: it is no part of the program)
             with memory as simulation:
@@ -152,12 +152,12 @@ def rehearse(
     def of(rank: int) -> Rehearsal:
         return simulated(name, run, ranks, mail, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
 
-    with alone():
+    with one_rehearsal_at_a_time():
         return distinct_ranks(of) if rank == "all distinct" else of(rank)
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
+def one_rehearsal_at_a_time() -> Iterator[None]:
     """Around all ranks of a rehearsal: while it runs, no other one begins, in whatever thread.
 
     Raises:
@@ -178,7 +178,7 @@ def alone() -> Iterator[None]:
 
 def simulated(
     name: str,
-    run: Callable[[Observed, contextlib.AbstractContextManager[Simulation]], Simulation],
+    run: Callable[[ProgramObserver, contextlib.AbstractContextManager[Simulation]], Simulation],
     ranks: int,
     mail: Mail,
     *,
@@ -195,10 +195,14 @@ def simulated(
     asked = _checked(ranks, mesh, rank, steps)
 
     def of(numbers: Numbers) -> Rehearsal:
-        def run_as(rank: int) -> tuple[Observed, Simulation, PretendedGroup]:
-            found = Observed()
+        def run_as(rank: int) -> tuple[ProgramObserver, Simulation, PretendedGroup]:
+            found = ProgramObserver()
             note = found.traffic.note
-            with _left_as_it_was(), pretended_world(ranks, rank, links.per_node, note, mail) as group, shortcuts():
+            with (
+                _state_restored(),
+                pretended_world(ranks, rank, links.per_node, note, mail) as group,
+                fewer_fsdp_chunks(),
+            ):
                 group.axes = None if mesh is None else asked
                 with _located(rank, ranks), saves_counted(group):
                     simulation = run(found, without_memory(assume or {}, numbers))
@@ -237,7 +241,7 @@ def _with_peers(run_as: Callable[[int], R], rank: int, mail: Mail, waiting: tupl
             return run_as(rank)
         except NotSent as missing:
             if missing.source in waiting:
-                raise  # it goes on with what has been sent until here
+                raise  # it continues with what has been sent until here
             with contextlib.suppress(NotSent):
                 _with_peers(run_as, missing.source, mail, (*waiting, rank))
             if len(mail) == known:
@@ -249,7 +253,7 @@ def _with_peers(run_as: Callable[[int], R], rank: int, mail: Mail, waiting: tupl
                 ) from None
 
 
-def observe_steps(program: Program, ctx: DistContext, steps: int, found: Observed, *call: Any) -> None:
+def observe_steps(program: Program, ctx: DistContext, steps: int, found: ProgramObserver, *call: Any) -> None:
     """Run a program step by step, simulated or real, and note what it does; with an exchange of `local_steps` after."""
     with observing(found, *call):
         found.begin("build")
@@ -291,7 +295,7 @@ def _located(rank: int, ranks: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _left_as_it_was() -> Iterator[None]:
+def _state_restored() -> Iterator[None]:
     """Put back what a program draws and sets; it begins with gradients, as a job does."""
     numpy: Any = sys.modules.get("numpy")
     drawn = [(numpy.random.get_state, numpy.random.set_state)] if numpy else []
@@ -303,7 +307,7 @@ def _left_as_it_was() -> Iterator[None]:
         with warnings.catch_warnings(), torch.inference_mode(mode=False), torch.enable_grad():
             yield
     finally:
-        sweep()
+        remove_finished_hooks()
         for put, value in before:
             put(value)
         if device != getattr(*torch_internals.current_device.home):

@@ -20,13 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from weft.errors import ContextError
 from weft.peers.pretended import Mail
 from weft.rehearsal.messages import Links
-from weft.rehearsal.rehearse import alone, simulated
+from weft.rehearsal.rehearse import one_rehearsal_at_a_time, simulated
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.simulation.numbers import Endless
-from weft.rehearsal.simulation.observe import Observed, observing
+from weft.rehearsal.simulation.observe import ProgramObserver, observing
 from weft.rehearsal.simulation.pretended_tensors import Assumed, Simulation
 
-_MOST_CALLS = 5  # of a model in a step, if the program goes on without end; then it is batches that do not
+_MOST_CALLS = 5  # of a model in a step, if the program never ends; then it is batches that do not
 
 
 class _Enough(BaseException):
@@ -71,7 +71,7 @@ def rehearse_script(
         BaseException: What the script raises.
     """
 
-    def run(found: Observed, memory: contextlib.AbstractContextManager[Simulation]) -> Simulation:
+    def run(found: ProgramObserver, memory: contextlib.AbstractContextManager[Simulation]) -> Simulation:
         with memory as simulation, observing(found, simulation), _as_main(Path(script), arguments, links.per_node):
             found.begin("build")
             with _until(steps, found) as made:
@@ -92,7 +92,7 @@ def rehearse_script(
 
     name = " ".join([str(script), *arguments])
     mail = Mail() if mail is None else mail
-    with alone():
+    with one_rehearsal_at_a_time():
         return simulated(name, run, ranks, mail, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
 
 
@@ -121,7 +121,7 @@ class _Made:
 
 
 @contextlib.contextmanager
-def _until(steps: int, found: Observed) -> Iterator[_Made]:
+def _until(steps: int, found: ProgramObserver) -> Iterator[_Made]:
     """Tell steps apart, and leave the body after so many; yields what has been done."""
     leader: weakref.ref[torch.optim.Optimizer] | None = None
     first: weakref.ref[nn.Module] | None = None

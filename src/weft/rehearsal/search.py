@@ -15,7 +15,7 @@ _MARK = "* nothing else in the table needs less memory without sending more, or 
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """One way to run a script.
 
     Attributes:
@@ -33,7 +33,7 @@ class Choice:
 class Trial:
     """What came of a choice: `found`, or why there is nothing."""
 
-    choice: Choice
+    choice: Candidate
     found: Rehearsal | None = None
     error: Exception | None = None
 
@@ -44,9 +44,9 @@ class Trial:
         return self.found.step_peak.total, self.found.sent
 
 
-def choices(
+def candidates(
     arguments: Sequence[str], ranks: int, axes: Sequence[str], options: Mapping[str, Sequence[str]]
-) -> list[Choice]:
+) -> list[Candidate]:
     """Every division of the ranks over some axes, with every combination of options.
 
     `{name}` in an argument stands for the value of the option of this name, or the size of the axis; `{mesh}` stands
@@ -82,7 +82,7 @@ def choices(
         if axes:
             words["mesh"] = ",".join(f"{name}={size}" for name, size in mesh.items())
         filled = tuple(_filled(each, words) for each in arguments)
-        found.append(Choice(filled, tuple(mesh.items()) if axes and not in_script else None, label))
+        found.append(Candidate(filled, tuple(mesh.items()) if axes and not in_script else None, label))
     return found
 
 
@@ -103,7 +103,7 @@ def _filled(argument: str, words: Mapping[str, str]) -> str:
     return argument
 
 
-def rehearsed(choice: Choice, rehearse: Callable[[Choice], Rehearsal]) -> Trial:
+def try_candidate(choice: Candidate, rehearse: Callable[[Candidate], Rehearsal]) -> Trial:
     """Rehearse a choice; what fails, such as heads that an axis cannot divide, is a result, too."""
     try:
         return Trial(choice, rehearse(choice))
@@ -111,7 +111,7 @@ def rehearsed(choice: Choice, rehearse: Callable[[Choice], Rehearsal]) -> Trial:
         return Trial(choice, error=error)
 
 
-def least(trials: Iterable[Trial]) -> list[Trial]:
+def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
     """Those than which no other needs less memory without sending more, or sends less without needing more."""
     ran = [each for each in trials if each.found is not None]
     return [one for one in ran if not any(_beats(other, one) for other in ran)]
@@ -122,8 +122,8 @@ def _beats(one: Trial, other: Trial) -> bool:
 
 
 def table(trials: Sequence[Trial], limit: float = math.inf) -> str:
-    """Trials by the memory of a step, least first; those of `least` have a mark, and errors are at the end."""
-    best = least(trials)
+    """Trials by the memory of a step, least first; those of `pareto_front` have a mark, and errors are at the end."""
+    best = pareto_front(trials)
     ran = sorted((each for each in trials if each.found is not None), key=lambda each: each.costs)
     rows: list[tuple[str, ...]] = [("", "at rest", "peak of a step", "sent in a step", "time (a model)")]
     if limit < math.inf:

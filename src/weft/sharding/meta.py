@@ -37,7 +37,7 @@ def place_real(module: nn.Module, ctx: DistContext) -> None:
             tensor.data = tensor.data.to(device)
 
 
-class Source:
+class MetaWeights:
     """Makes the parts of a module on meta real, with weights read on the first rank or drawn.
 
     Raises:

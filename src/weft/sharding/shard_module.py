@@ -27,7 +27,7 @@ from weft.errors import ContextError, listed
 from weft.peers.agreement import exchange
 from weft.peers.ledger import Ledger
 from weft.sharding.layouts_over_axes import Dims, broadcast_state, facts_of, other_dims, put_on_our_mesh, reductions
-from weft.sharding.meta import Source, WeightSource, is_meta, place_real
+from weft.sharding.meta import MetaWeights, WeightSource, is_meta, place_real
 from weft.sharding.shard_checks import (
     check_drawn,
     check_optimizers,
@@ -109,7 +109,7 @@ def shard_module(
         on_meta = any(entry["meta"] for entry in exchange(world, f"{what}: meta", {"meta": on_meta}))
     if on_meta and not later:
         check_drawn(what, module)
-    source = Source(what, module, ctx, sub, weights) if on_meta and not later else None
+    source = MetaWeights(what, module, ctx, sub, weights) if on_meta and not later else None
     old = dict(module.named_parameters())
     if source is None:
         if later:

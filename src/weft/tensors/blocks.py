@@ -148,7 +148,7 @@ def cut_as(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return sharded_as(part, other)
 
 
-def laid_as(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def redistributed_as(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """A tensor in any layout, cut as `other` is, or whole if that is or has another shape.
 
     Collectives: one all-gather per axis that cuts `value`.

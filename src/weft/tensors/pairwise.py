@@ -77,7 +77,7 @@ class PairGather:
     @staticmethod
     def run(gathers: Sequence[PairGather]) -> None:
         """Fill the other ranks' blocks of all these buffers, which belong to one group."""
-        for together in _together([one for one in gathers if not one._rounds]):
+        for together in _one_gather([one for one in gathers if not one._rounds]):
             group, everyone = together[0]._group, [one._everyone for one in together]
             # torch 2.13 gave both new names and deprecated the old ones.
             if len(together) == 1:
@@ -98,7 +98,7 @@ class PairGather:
                 work.wait()
 
 
-def _together(gathers: Sequence[PairGather]) -> list[list[PairGather]]:
+def _one_gather(gathers: Sequence[PairGather]) -> list[list[PairGather]]:
     """Those that one all-gather does: of one dtype, and up to a size."""
     found: list[list[PairGather]] = []
     kind, filled = None, 0

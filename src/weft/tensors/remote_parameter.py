@@ -20,7 +20,7 @@ from weft.tensors.nested import map_tensors, tensors
 _MARK = "_weft_elsewhere"
 
 
-class Elsewhere(torch.Tensor):
+class RemoteTensor(torch.Tensor):
     """A tensor on meta; also what is computed from one, with tensors of this rank or without."""
 
     @classmethod
@@ -61,7 +61,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     first = args[0] if args else next(iter(kwargs.values()))
     if name == "__get__":  # a shape, a device, a gradient
         found = func(*args)
-        return found if isinstance(found, Elsewhere) else _marked(found)
+        return found if isinstance(found, RemoteTensor) else _marked(found)
     if name in {"backward", "grad"}:
         raise _refused(func, "a loss, or parameters, of which other ranks have a part")
     if name in {"cpu", "cuda"}:
@@ -73,7 +73,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     changes = (name.endswith("_") and (not name.startswith("__") or name.startswith("__i"))) or name == "__setitem__"
     if changes and isinstance(first, (list, tuple)):
         return _change_ours(func, args, kwargs)
-    if changes and not isinstance(first, Elsewhere):
+    if changes and not isinstance(first, RemoteTensor):
         raise _refused(func, f"a tensor {list(first.shape)} of this rank is changed by it")
     there = func(*map_tensors(_on_meta, args), **map_tensors(_on_meta, kwargs))
     return first if changes else _marked(there)
@@ -81,9 +81,9 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _change_ours(func: Any, args: Any, kwargs: Any) -> Any:
     """A function that changes the tensors of a list: those of this rank alone."""
-    ours = [at for at, tensor in enumerate(args[0]) if not isinstance(tensor, Elsewhere)]
+    ours = [at for at, tensor in enumerate(args[0]) if not isinstance(tensor, RemoteTensor)]
     left = [[a[at] for at in ours] if isinstance(a, (list, tuple)) and len(a) == len(args[0]) else a for a in args]
-    if any(isinstance(one, Elsewhere) for one in tensors((left, kwargs))):
+    if any(isinstance(one, RemoteTensor) for one in tensors((left, kwargs))):
         raise _refused(func, "tensors of this rank are changed by it")
     if not ours and any(True for _ in tensors((left[1:], kwargs))):  # what the function finds is written there
         raise ContractError(
@@ -114,7 +114,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 def _marked(found: Any) -> Any:
     def mark(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.as_subclass(Elsewhere) if type(tensor) is torch.Tensor and tensor.is_meta else tensor
+        return tensor.as_subclass(RemoteTensor) if type(tensor) is torch.Tensor and tensor.is_meta else tensor
 
     return map_tensors(mark, found)
 
@@ -122,7 +122,7 @@ def _marked(found: Any) -> Any:
 def empty_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
     """What stands for a tensor: its shape and dtype, and no memory; a parameter for a parameter."""
     values = tensor.detach()
-    if values.is_meta and type(values) in {torch.Tensor, Elsewhere}:  # `empty_like` would import sympy: 30 MB
+    if values.is_meta and type(values) in {torch.Tensor, RemoteTensor}:  # `empty_like` would import sympy: 30 MB
         made = torch.empty_strided(values.size(), values.stride(), dtype=values.dtype, device="meta")
     else:
         made = torch.empty_like(values, device="meta")
@@ -131,19 +131,19 @@ def empty_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
         marked = nn.Parameter(made, requires_grad=tensor.requires_grad)
         vars(marked)[torch_internals.IS_PARAMETER.name] = True
     if type(made) is torch.Tensor:
-        marked.__class__ = Elsewhere
+        marked.__class__ = RemoteTensor
     vars(marked)[_MARK] = True
     return cast("torch.Tensor", marked)
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
     """Whether another rank has a tensor."""
-    return isinstance(tensor, Elsewhere) or (tensor.is_meta and getattr(tensor, _MARK, False))
+    return isinstance(tensor, RemoteTensor) or (tensor.is_meta and getattr(tensor, _MARK, False))
 
 
 def forget_elsewhere(tensor: torch.Tensor) -> None:
     """Let a tensor be an ordinary one on meta."""
     vars(tensor).pop(_MARK, None)
-    if isinstance(tensor, Elsewhere):
+    if isinstance(tensor, RemoteTensor):
         marked: Any = tensor
         marked.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor

@@ -109,7 +109,7 @@ def generator_state(generator: Generator) -> Any:
 
 
 def prepare_generator(generator: Generator, state: Any, *, new: tuple[int, int, int, str]) -> Callable[[], object]:
-    """Check a state without setting it; call the result to go on from it.
+    """Check a state without setting it; call the result to continue from it.
 
     Args:
         generator: Of the kind that the state was read from.

@@ -61,7 +61,7 @@ def serve_jobs(fd: int, rank: int, request: dict[str, Any]) -> None:
         job["environment"] |= own
         data, failed = _run(job, size, printed, whole)
         pipe.send_bytes(data)
-        gc.collect()  # groups that nobody holds any more have threads that keep looking
+        gc.collect()  # groups that nothing refers to any more have threads that keep looking
         if failed and dist.is_initialized():
             # The world ends now; ranks that wait for this one in a collective wake up at once.
             dist.destroy_process_group()
@@ -135,7 +135,7 @@ def _reset() -> None:
     torch.set_grad_enabled(True)
     torch.set_autocast_enabled("cpu", False)  # noqa: FBT003
     torch.set_num_threads(1)
-    with warnings.catch_warnings(action="ignore"):  # torch 2.9 warns, whoever sets it
+    with warnings.catch_warnings(action="ignore"):  # torch 2.9 warns about any value
         torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(mode=False)
 

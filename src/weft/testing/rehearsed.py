@@ -10,9 +10,9 @@ from weft.rehearsal.memory import Memory, Moment
 from weft.rehearsal.messages import Message
 from weft.rehearsal.rehearse import observe_steps, rehearse
 from weft.rehearsal.result import Rehearsal
-from weft.rehearsal.simulation.observe import Observed
+from weft.rehearsal.simulation.observe import ProgramObserver
 from weft.rehearsal.simulation.pretended_tensors import Assumed
-from weft.rehearsal.simulation.settled import settled
+from weft.rehearsal.simulation.settled import finish_messages
 from weft.testing.ranks import run_ranks
 
 _Facts = tuple[tuple[Moment, ...], tuple[Message, ...], tuple[Message, ...]]
@@ -89,9 +89,9 @@ def assert_rehearsed(
 
 
 def _run(ctx: DistContext, program: Callable[..., Any], args: tuple[Any, ...], steps: int) -> _Facts:
-    found = Observed()
+    found = ProgramObserver()
     ctx.mesh  # noqa: B018  (made here, as in a rehearsal)
-    observe_steps(lambda ctx: program(ctx, *args), ctx, steps, found, settled)
+    observe_steps(lambda ctx: program(ctx, *args), ctx, steps, found, finish_messages)
     place = dict(ctx.axes), ctx.local_world_size
     return found.allocations.moments(), found.traffic.of_step(*place), found.traffic.of_exchange(*place)
 

@@ -139,7 +139,7 @@ def _owning_groups(parameters: list[torch.Tensor], ctx: DistContext) -> dict[int
 
 
 def _parts(given: object, name: str) -> Iterator[_Part]:
-    """Flatten what was given; each part with its name, "" if nobody gave it one."""
+    """Flatten what was given; each part with its name, "" if it was given none."""
     if isinstance(given, (nn.Module, torch.optim.Optimizer, torch.Tensor)):
         _check_leaf(given, name)
         yield name, given

@@ -19,7 +19,7 @@ from weft.contract import Part, Phase, transform
 from weft.engines import Spmd
 from weft.engines.torch.compute.activation_checkpoint import already_recomputed
 from weft.engines.torch.parallel.sequence_code import attention_modules
-from weft.engines.torch.parallel.sequence_exchange import Ranks, find_collectives
+from weft.engines.torch.parallel.sequence_exchange import SequenceRanks, find_collectives
 from weft.engines.torch.parallel.sequence_inputs import SplitInputs
 from weft.engines.torch.parallel.split_attention import SplitAttention
 from weft.engines.torch.probes.sequence_slice import SlicedSequences
@@ -115,7 +115,7 @@ def context_parallel(
     line = ctx.on(axis)
     ctx.require_collective("context_parallel")
     assert line.group is not None
-    ranks = Ranks(line.group, number, line.rank, order, find_collectives())
+    ranks = SequenceRanks(line.group, number, line.rank, order, find_collectives())
     inputs = SplitInputs(module, SequencePart(order, number, line.rank))
     split = SplitAttention(attention, ranks, method)
     probe = SlicedSequences(module, ranks, partial(_undivided, inputs, split))

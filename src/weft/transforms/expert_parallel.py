@@ -118,7 +118,7 @@ def expert_parallel(
         place_real(module, ctx)
     else:
         place_module("expert_parallel", module, ctx)
-    placement = _Placement(module, ctx, axis, found)
+    placement = _ExpertOwners(module, ctx, axis, found)
     assert ctx.mesh is not None
     old = dict(module.named_parameters())
     from weft.engines.torch.parallel.experts.divided import DividedExperts  # noqa: PLC0415  (half a second of imports)
@@ -152,7 +152,7 @@ def _check_meta(module: nn.Module, weights: object) -> None:
         )
 
 
-class _Placement:
+class _ExpertOwners:
     """Where the experts lie; fulfils `weft.contract.Placed`."""
 
     def __init__(self, module: nn.Module, ctx: DistContext, axis: str, experts: Experts) -> None:

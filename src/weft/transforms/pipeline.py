@@ -15,7 +15,7 @@ from torch import nn
 
 from weft.checks import check_count, check_module
 from weft.collectives import broadcast
-from weft.collectives.primitives import peers_named
+from weft.collectives.primitives import name_lost_peer
 from weft.context import DistContext
 from weft.context.placement import check_place, check_ranks_send, place_module
 from weft.contract import EndsBackward, Layout, Phase, agree_on_parameters, offered, transform
@@ -23,14 +23,14 @@ from weft.engines.options import PipelineOptions
 from weft.engines.results import Undoable
 from weft.engines.torch.pipeline.batch_parts import check_flags
 from weft.engines.torch.pipeline.schedules import check_schedule, owners, stages_per_rank
-from weft.engines.torch.pipeline.single_stage import WithLoss
+from weft.engines.torch.pipeline.single_stage import SingleStage
 from weft.engines.torch.reducing.trained import is_reduced
 from weft.errors import AlreadyApplied, ContextError, ContractError, type_error
 from weft.peers.ledger import Ledger
 from weft.peers.world import World
 from weft.precision import PrecisionOffer
 from weft.sharding import WeightSource, check_optimizers, exchange_parameters, groups_of, optimizers_in
-from weft.sharding.meta import Source, is_meta
+from weft.sharding.meta import MetaWeights, is_meta
 from weft.sharding.stage_tensors import StageTensors, forget_state
 from weft.sharding.stages import PipelinePlan, plan_of, plan_pipeline
 from weft.tensors.dtensor import is_fsdp
@@ -138,11 +138,11 @@ def pipeline(
     on_meta, old = is_meta(module), dict(module.named_parameters())
     if ranks == 1:
         if on_meta:
-            Source("pipeline", module, ctx, ctx.on(_others(ctx, axis)), weights).make_real(module)
+            MetaWeights("pipeline", module, ctx, ctx.on(_others(ctx, axis)), weights).make_real(module)
             exchange_parameters(module, ctx, old, optimizers)
         else:
             place_module("pipeline", module, ctx)
-        return module, ctx if loss is None else ctx.offering(WithLoss(module, loss))
+        return module, ctx if loss is None else ctx.offering(SingleStage(module, loss))
     if not on_meta:
         check_place("pipeline", module, ctx)
     check_optimizers("pipeline", module, ctx, optimizers)
@@ -150,7 +150,7 @@ def pipeline(
     line = ctx.on(axis)
     facts = {"stages": plan.stages, "micro_batches": micro_batches, "schedule": schedule, "axis": axis, "meta": on_meta}
     agree_on_parameters("pipeline", module, ctx, {**facts, "rebind": groups_of(module, optimizers)})
-    source = Source("pipeline", module, ctx, ctx.on(_others(ctx, axis)), weights) if on_meta else None
+    source = MetaWeights("pipeline", module, ctx, ctx.on(_others(ctx, axis)), weights) if on_meta else None
     tensors = StageTensors(module, ctx, axis, plan, owners(schedule, ranks, number))
     tensors.keep(source)
     exchange_parameters(module, ctx, old, optimizers)
@@ -175,7 +175,7 @@ def _in_call(world: World, others: Sequence[EndsBackward]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for other in others:
             stack.enter_context(other.without_backward())
-        stack.enter_context(peers_named("pipeline", world))
+        stack.enter_context(name_lost_peer("pipeline", world))
         stack.enter_context(world.between_pairs())
         yield
 

@@ -121,10 +121,10 @@ def place(
         refuse=_refuse,
     )
     hooks = Streamed(options, tensors.fill)
-    return module, ctx.offering(_Placement(hooks, tensors, tuple(part.name for part in options.parts)))
+    return module, ctx.offering(_PlacedModule(hooks, tensors, tuple(part.name for part in options.parts)))
 
 
-class _Placement:
+class _PlacedModule:
     """What one call of `place` did.
 
     Attributes:

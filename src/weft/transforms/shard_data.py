@@ -18,20 +18,20 @@ from weft.data.mixture import Mixture
 from weft.data.order.epoch_order import EpochOrder
 from weft.data.order.loader_place import place_of
 from weft.data.split.loader_checks import (
-    by_epochs,
     check_balance,
     check_divisible,
     check_loader,
     check_uneven,
     warn_of_no_steps,
+    without_persistent_iterator,
 )
 from weft.data.split.map_samples import SharedEpoch
-from weft.data.split.read_plan import DataPlan, ReadPlan, is_stock
+from weft.data.split.read_plan import DataPlan, ReadPlan, takes_consecutive_samples
 from weft.data.split.real_batches import ShareCheck
 from weft.data.split.sharded_loader import ShardedLoader, sharded_copy
 from weft.data.split.split_plan import UNKNOWN, SplitPlan, Uneven
 from weft.data.split.stream_samples import SeekableStream, StreamSteps, has_state, never_ends, with_own_shards
-from weft.data.split.uneven_ranks import UnevenRanks, uneven_counts
+from weft.data.split.uneven_ranks import UnevenRanks, uneven_counts_error
 from weft.loop_watch import watch_loop
 from weft.metrics import SampleIds
 from weft.peers.agreement import exchange
@@ -179,13 +179,13 @@ def shard_data(
         [[2, 3], [6, 7]]
     """
     check_loader(loader, mode, uneven, resized, already_sharded=already_sharded)
-    loader = by_epochs(loader)
+    loader = without_persistent_iterator(loader)
     check_balance(loader, balance, cost, mode, uneven)
     if mode == "shards":
         loader, already_sharded = with_own_shards(loader, ctx), True
     iterable = isinstance(loader.dataset, IterableDataset)
     single = loader.batch_sampler is None and not (iterable and loader.batch_size is not None)
-    whole = not single and not iterable and not is_stock(loader)
+    whole = not single and not iterable and not takes_consecutive_samples(loader)
     size, rank = (1, 0) if already_sharded else (ctx.data_size, ctx.data_rank)
     units = None if iterable else _units_of(loader, whole=whole, single=single)
     total = length_of(loader.dataset) if iterable else length_of(units)
@@ -217,7 +217,7 @@ def shard_data(
         check_uneven(uneven, UNKNOWN if never_ends(loader.dataset) else total, ctx, already_sharded=already_sharded)
     costs = None if cost is None else Costs(cost)
     plan = SplitPlan(rank, size, per_rank, drop_last, uneven or "balance", costs)
-    if ctx.replicas is not None:  # a step has as many units as with all replicas, whoever lives
+    if ctx.replicas is not None:  # a step has as many units as with all replicas, however many live
         plan = plan._replace(step_units=plan.per_step * _most_replicas(ctx))
     if total is not None:
         plan._replace(size=size * _most_replicas(ctx)).check(total, "batches" if whole else "samples")
@@ -330,7 +330,7 @@ def _meeting(
     if any(count is None for count in counts):
         return UnevenRanks(chosen, None, plan.per_step)
     if chosen == "error" and len(set(counts)) > 1:
-        raise uneven_counts(counts)
+        raise uneven_counts_error(counts)
     return UnevenRanks(chosen, tuple(counts), plan.per_step)
 
 

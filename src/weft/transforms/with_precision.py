@@ -93,7 +93,7 @@ def _on_module(module: M, ctx: DistContext, precision: Precision, methods: tuple
     _check_one_scale(module, precision, ctx)
     _check_products(module, precision, ctx)
     on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-    if not on_meta:  # else whoever makes it real puts it in place
+    if not on_meta:  # else it is put in place when it is made real
         check_place("with_precision", module, ctx)
     ctx.agree("with_precision", {"policy": repr(precision), "methods": list(methods)})
     if not on_meta:
@@ -229,7 +229,7 @@ def _to_cast(module: nn.Module, precision: Precision) -> list[tuple[torch.Tensor
 
 
 def _cast_parameters(module: nn.Module, precision: Precision) -> None:
-    # In place: optimizers, tied weights and buffers shared between layers go on with the same tensors.
+    # In place: optimizers, tied weights and buffers shared between layers keep the same tensors.
     for tensor, dtype in _to_cast(module, precision):
         if tensor.dtype is not dtype:
             tensor.data = tensor.data.to(dtype)

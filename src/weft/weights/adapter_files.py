@@ -9,7 +9,7 @@ from torch import nn
 
 from weft.checkpoint.state.adapters import Adapter, adapters_of
 from weft.errors import CheckpointError, listed, value_error
-from weft.weights.sources import Source
+from weft.weights.sources import WeightFiles
 
 
 def check_adapter_options(peft: object, filter: object, rename: object) -> None:
@@ -34,7 +34,7 @@ def check_adapter_options(peft: object, filter: object, rename: object) -> None:
         )
 
 
-def stored_adapter(source: Source, key: str, peft: bool | str) -> Adapter:
+def stored_adapter(source: WeightFiles, key: str, peft: bool | str) -> Adapter:
     """The adapter of a module in a checkpoint.
 
     Raises:

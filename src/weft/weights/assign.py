@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.checkpoint.format.tensor_blocks import writers
-from weft.checkpoint.format.transfer import Stored, Transfer, are_equal, of_one_kind, transfer
-from weft.checkpoint.state.collect import tell_keepers
+from weft.checkpoint.format.tensor_blocks import share_out_writes
+from weft.checkpoint.format.transfer import Stored, Transfer, equal_bits, read_blocks, same_number_kind
+from weft.checkpoint.state.collect import update_keepers
 from weft.collectives.on_all_ranks import num_threads, on_all
-from weft.collectives.primitives import finish, peers_named
+from weft.collectives.primitives import name_lost_peer, wait_for_collective
 from weft.context import DistContext, World
 from weft.contract import owners
 from weft.engines.torch.reducing.trained import is_reduced
@@ -32,8 +32,8 @@ from weft.sharding import check_optimizers
 from weft.tensors.blocks import hold
 from weft.tensors.dtensor import is_sharded, local
 from weft.tensors.remote_parameter import is_elsewhere
-from weft.weights.sources import Source, reading
-from weft.weights.targets import Memory, Target, targets, waits_for_values
+from weft.weights.sources import WeightFiles, reading
+from weft.weights.targets import Target, TargetMemory, targets, waits_for_values
 
 _IN_FLIGHT = 4  # messages; more bring nothing, and each keeps a tensor
 Route: TypeAlias = tuple[Any, int]  # a process group, and which of its ranks has the tensor
@@ -59,7 +59,7 @@ class Move(NamedTuple):
     routes: tuple[Route, ...] = ()
 
 
-class Placement:
+class WeightAssignment:
     """Everything settled on this rank; nothing is changed before `read`.
 
     Attributes:
@@ -71,7 +71,7 @@ class Placement:
     def __init__(
         self,
         module: nn.Module,
-        source: Source,
+        source: WeightFiles,
         ctx: DistContext,
         *,
         elsewhere: Mapping[int, torch.Tensor],
@@ -100,7 +100,7 @@ class Placement:
             for move in moves
         ]
         self._moves = [move for move in moves if not is_elsewhere(move.tensor)]
-        self._memory = Memory(module, ctx, {id(move.tensor) for move in self._moves}, self._dtypes)
+        self._memory = TargetMemory(module, ctx, {id(move.tensor) for move in self._moves}, self._dtypes)
         if any(waits_for_values(one.tensor) for one in held):
             check_optimizers("load_weights", module, ctx, ())
         self._staged: dict[int, torch.Tensor] = {}
@@ -141,14 +141,14 @@ class Placement:
                     out = self._staged[id(tensor)] = torch.empty(held.block.shape, dtype=dtype)
                 wanted.append(Transfer(stored[0], held.block, out))
                 for other in stored[1:]:
-                    if not are_equal(files, stored[0], other, held.block, dtype):
+                    if not equal_bits(files, stored[0], other, held.block, dtype):
                         raise CheckpointError(
                             f"load_weights: {name} and {other.key} differ in {self._source.path}",
                             found="one tensor in the module, two in the file",
                             expected="equal values for tied weights",
                             fix="build the module without tying them (tie_word_embeddings=False)",
                         )
-        transfer(files, wanted, num_threads=num_threads(self._ctx))
+        read_blocks(files, wanted, num_threads=num_threads(self._ctx))
         files.close()
 
     @torch.no_grad()
@@ -167,14 +167,20 @@ class Placement:
         sent += [(self._memory.of(tensor), whole) for tensor in self._memory.drawn]
         _send(sent, self._ctx.world)
         self._memory.settle()
-        tell_keepers(self._module, {move.parameter: move.tensor for move in self._moves})
+        update_keepers(self._module, {move.parameter: move.tensor for move in self._moves})
 
 
 # -- does it fit -------------------------------------------------------------------------------------
 
 
 def compare(
-    what: str, module: nn.Module, source: Source, held: list[Target], *, strict: bool, within: Collection[str] | None
+    what: str,
+    module: nn.Module,
+    source: WeightFiles,
+    held: list[Target],
+    *,
+    strict: bool,
+    within: Collection[str] | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names that only the module has, of all or of some, and names that only the files have.
 
@@ -191,7 +197,7 @@ def compare(
         for one in held
         for name in one.names
         for stored in ([source.tensors[name]] if name in source.tensors else [])
-        if stored.entry.shape != tuple(one.tensor.shape) or not of_one_kind(stored.dtype, one.tensor.dtype)
+        if stored.entry.shape != tuple(one.tensor.shape) or not same_number_kind(stored.dtype, one.tensor.dtype)
     }
     if not wrong and not (strict and (missing or unexpected)):
         return missing, unexpected
@@ -246,7 +252,7 @@ def _check_dtypes(module: nn.Module, changed: list[Target], ctx: DistContext) ->
         )
 
 
-def renamed(source: Source, rename: Callable[[str], str | None] | None) -> Source:
+def renamed(source: WeightFiles, rename: Callable[[str], str | None] | None) -> WeightFiles:
     """A source with other names; what is renamed to None is left out.
 
     Raises:
@@ -274,7 +280,7 @@ def renamed(source: Source, rename: Callable[[str], str | None] | None) -> Sourc
 
 def _moves(
     held: Sequence[Target],
-    source: Source,
+    source: WeightFiles,
     dtypes: Mapping[int, torch.dtype],
     ctx: DistContext,
     partly: Mapping[str, Sequence[tuple[str, int]]],
@@ -286,7 +292,7 @@ def _moves(
         for one, names in found
         if names and not is_sharded(one.tensor) and one.names[0] not in partly
     }
-    readers = writers(whole, ctx.world_size)  # who reads most has most to send
+    readers = share_out_writes(whole, ctx.world_size)  # who reads most has most to send
     moves: list[Move] = []
     for one, names in found:
         if names:
@@ -329,7 +335,7 @@ def _send(tensors: Sequence[tuple[torch.Tensor, Sequence[Route]]], world: World)
     Raises:
         PeerError: A peer failed or died.
     """
-    with peers_named("load_weights", world):
+    with name_lost_peer("load_weights", world):
         for turn in range(max((len(routes) for _, routes in tensors), default=0)):
             waiting: list[Callable[[], None]] = []
             for tensor, routes in tensors:
@@ -347,7 +353,7 @@ def _sending(tensor: torch.Tensor, group: Any, first: int, world: World) -> Call
     work = dist.broadcast(dense.reshape(-1).view(torch.uint8), group=group, group_src=first, async_op=True)
 
     def wait() -> None:
-        finish(work, world)
+        wait_for_collective(work, world)
         if dense.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(dense)
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.checkpoint.format.safetensors_read import TensorFiles
-from weft.checkpoint.format.safetensors_write import file_head, new_file, write_bytes, write_parts
-from weft.checkpoint.format.transfer import Stored, in_parts
+from weft.checkpoint.format.safetensors_write import file_header, new_file, write_bytes, write_parts
+from weft.checkpoint.format.transfer import Stored, read_in_parts
 from weft.checkpoint.state.adapters import CONFIG
 from weft.checkpoint.storage.copies import with_newest
-from weft.checkpoint.storage.find import place
+from weft.checkpoint.storage.find import path_or_url
 from weft.context import local
 from weft.contract.select_modules import Names
 from weft.errors import CheckpointError, value_error
@@ -120,7 +120,7 @@ def export(
         source.files.close()
         return [*shards, *texts]
 
-    return tuple(Path(out) / file for file in with_newest("export", place(path), local(), write))
+    return tuple(Path(out) / file for file in with_newest("export", path_or_url(path), local(), write))
 
 
 # -- which tensors, under which names, in which of several files -----------------------------------------
@@ -224,9 +224,9 @@ def _index(tensors: Mapping[str, Tensor], shards: Mapping[str, list[str]]) -> by
 
 def _parts(tensors: Mapping[str, Tensor], names: list[str], source: TensorFiles) -> Iterator[Any]:
     """The bytes of a file of these tensors, a few megabytes at a time."""
-    head, order = file_head({name: tensors[name].on_meta() for name in names}, {"format": "pt"})
+    head, order = file_header({name: tensors[name].on_meta() for name in names}, {"format": "pt"})
     yield head
     for name in order:
         stored, dtype = tensors[name]
-        for _, values in in_parts(source, stored, whole(stored.entry.shape), dtype):
+        for _, values in read_in_parts(source, stored, whole(stored.entry.shape), dtype):
             yield memory_of(values)

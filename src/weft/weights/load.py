@@ -9,18 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from weft.checkpoint.format.transfer import Transfer, transfer
+from weft.checkpoint.format.transfer import Transfer, read_blocks
 from weft.checkpoint.state.adapters import CONFIG
 from weft.checkpoint.state.collect import kept_shards
 from weft.checkpoint.storage.copies import with_newest
-from weft.checkpoint.storage.find import place
+from weft.checkpoint.storage.find import path_or_url
 from weft.collectives.on_all_ranks import on_all
 from weft.context import DistContext, local
 from weft.contract import check_not_streamed
 from weft.contract.select_modules import Names
 from weft.tensors.blocks import whole
 from weft.weights.adapter_files import names_in_module
-from weft.weights.assign import Placement, renamed
+from weft.weights.assign import WeightAssignment, renamed
 from weft.weights.sources import chosen_tensors, floating_dtype, from_path
 from weft.weights.stored_names import as_named_now
 
@@ -102,7 +102,7 @@ def load_weights(
 
     elsewhere = kept_shards(module) if isinstance(module, nn.Module) else {}
 
-    def settled(found: Path) -> Placement:
+    def settled(found: Path) -> WeightAssignment:
         check_not_streamed("load_weights", module)
         source, within = from_path("load_weights", found, object), None
         wanted = floating_dtype("load_weights", dtype)
@@ -111,15 +111,15 @@ def load_weights(
             source, within = renamed(source, lambda name: names.get(name, name)), names.values()
         else:
             source = renamed(source, rename) if rename is not None else as_named_now(source, module)
-        return Placement(module, source, ctx, elsewhere=elsewhere, strict=strict, dtype=wanted, within=within)
+        return WeightAssignment(module, source, ctx, elsewhere=elsewhere, strict=strict, dtype=wanted, within=within)
 
-    def work(found: Path) -> Placement:
+    def work(found: Path) -> WeightAssignment:
         placement = on_all("load_weights", ctx, lambda: settled(found))
         ctx.agree("load_weights", placement.facts())
         placement.read("load_weights")
         return placement
 
-    placement = with_newest("load_weights", place(path), ctx, work)
+    placement = with_newest("load_weights", path_or_url(path), ctx, work)
     placement.put()
     return LoadedWeights(placement.path, placement.missing, placement.unexpected)
 
@@ -171,9 +171,9 @@ def read(
             source.verify(chosen.values())
             made = {name: torch.empty(one.entry.shape, dtype=one.dtype, device=device) for name, one in chosen.items()}
             wanted = [Transfer(one, whole(one.entry.shape), made[name]) for name, one in chosen.items()]
-            transfer(source.files, wanted, num_threads=1)
+            read_blocks(source.files, wanted, num_threads=1)
         finally:
             source.files.close()
         return made
 
-    return with_newest("read", place(path), local(), work)
+    return with_newest("read", path_or_url(path), local(), work)

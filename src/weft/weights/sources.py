@@ -16,7 +16,7 @@ from weft.checkpoint.format.plain_files import parse_json, raise_if_unreadable, 
 from weft.checkpoint.format.safetensors_read import TensorFiles
 from weft.checkpoint.format.transfer import Stored
 from weft.checkpoint.storage.directory import Directory
-from weft.checkpoint.storage.find import check_files, complete
+from weft.checkpoint.storage.find import check_files, complete_checkpoints
 from weft.contract.select_modules import Names, fits_pattern
 from weft.errors import CheckpointError, listed, value_error
 from weft.tensors.blocks import whole
@@ -50,7 +50,7 @@ def reading(what: str, path: str, option: str = "") -> str:
     return f"{call[:-1]}, {option})" if option else call
 
 
-class Source(NamedTuple):
+class WeightFiles(NamedTuple):
     """Tensors by the names a module has for them, and the files they lie in.
 
     Attributes:
@@ -101,7 +101,7 @@ def floating_dtype(what: str, dtype: torch.dtype | str | None) -> torch.dtype | 
     return found
 
 
-def chosen_tensors(what: str, source: Source, filter: Names | None, *, option: str) -> dict[str, Stored]:
+def chosen_tensors(what: str, source: WeightFiles, filter: Names | None, *, option: str) -> dict[str, Stored]:
     """The tensors that the user wants, tied ones once.
 
     Args:
@@ -146,7 +146,7 @@ def chosen_tensors(what: str, source: Source, filter: Names | None, *, option: s
 # -- checkpoints -------------------------------------------------------------------------------------
 
 
-def from_checkpoint(what: str, path: Path, key: str) -> Source:
+def from_checkpoint(what: str, path: Path, key: str) -> WeightFiles:
     """The tensors of one module in a checkpoint, or in the newest complete one of a directory.
 
     Raises:
@@ -172,14 +172,14 @@ def from_checkpoint(what: str, path: Path, key: str) -> Source:
         for name, entry in manifest.tensors.items()
         if name.startswith(f"{key}/") and not name.startswith(f"{key}/#")  # what transforms keep is no weight
     }
-    return Source(folder, tensors, TensorFiles(what, {name: folder / name for name in manifest.files}), manifest)
+    return WeightFiles(folder, tensors, TensorFiles(what, {name: folder / name for name in manifest.files}), manifest)
 
 
 def _checkpoint_folder(what: str, path: Path) -> Path:
     if os.path.lexists(path / NAME):
         return path
     directory = Directory(path)
-    newest = complete(directory, most=1) if directory.names() else []
+    newest = complete_checkpoints(directory, most=1) if directory.names() else []
     if newest:
         return path / newest[0][0]
     near = [path.parent, *(sorted(path.iterdir()) if path.is_dir() else [])]
@@ -195,8 +195,8 @@ def _checkpoint_folder(what: str, path: Path) -> Path:
 def _is_complete(path: Path) -> bool:
     """Whether this is a complete checkpoint, or a directory with one."""
     if not (path / NAME).exists():
-        return bool(complete(Directory(path), most=1))
-    return path.name in dict(complete(Directory(path.parent)))
+        return bool(complete_checkpoints(Directory(path), most=1))
+    return path.name in dict(complete_checkpoints(Directory(path.parent)))
 
 
 def _content(path: Path) -> str:
@@ -208,7 +208,7 @@ def _content(path: Path) -> str:
 # -- the Hugging Face layout -------------------------------------------------------------------------
 
 
-def from_path(what: str, path: Path, key: str) -> Source:
+def from_path(what: str, path: Path, key: str) -> WeightFiles:
     """The tensors of a file, an index, a folder or a checkpoint.
 
     Raises:
@@ -254,7 +254,7 @@ def _in_folder(what: str, folder: Path) -> Path:
     return folder / chosen[0]
 
 
-def _from_index(what: str, path: Path, place: Path) -> Source:
+def _from_index(what: str, path: Path, place: Path) -> WeightFiles:
     try:
         places: Any = parse_json(read_plain(place, most=MAX_INDEX_BYTES))["weight_map"]
         if not places or not all(isinstance(file, str) for file in places.values()):
@@ -268,7 +268,7 @@ def _from_index(what: str, path: Path, place: Path) -> Source:
     return _joined(what, path, files, places)
 
 
-def _joined(what: str, path: Path, places: dict[str, Path], index: dict[str, str]) -> Source:
+def _joined(what: str, path: Path, places: dict[str, Path], index: dict[str, str]) -> WeightFiles:
     """Everything that files hold; where an index says which file a tensor is in, that one."""
     files = TensorFiles(what, places)
     tensors: dict[str, Stored] = {}
@@ -283,7 +283,7 @@ def _joined(what: str, path: Path, places: dict[str, Path], index: dict[str, str
     lost = [f"{name} is not in {file}" for name, file in index.items() if name not in tensors]
     if lost or twice:
         _refuse(what, path, listed([*lost, *(f"{name} is in several files" for name in twice)]))
-    return Source(path, tensors, files)
+    return WeightFiles(path, tensors, files)
 
 
 def _place(what: str, folder: Path, name: str) -> Path:

@@ -11,10 +11,10 @@ from torch import nn
 
 from weft.checkpoint.format.manifest import NamedPiece, Piece, TensorEntry
 from weft.checkpoint.format.transfer import Stored
-from weft.weights.sources import Source
+from weft.weights.sources import WeightFiles
 
 
-def as_named_now(source: Source, module: nn.Module) -> Source:
+def as_named_now(source: WeightFiles, module: nn.Module) -> WeightFiles:
     """A source whose tensors have the names of a model of transformers, if its file was written with others.
 
     transformers stores models under the names of their first version, and matrices of experts one by one; it says

@@ -77,7 +77,7 @@ def waits_for_values(tensor: torch.Tensor) -> bool:
     return tensor.is_meta and not is_elsewhere(tensor)
 
 
-class Memory:
+class TargetMemory:
     """Memory for the tensors of a module on meta, and what draws those that no file has; all can be undone.
 
     Attributes:

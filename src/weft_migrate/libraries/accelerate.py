@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from weft_migrate.libraries.rows import Library, Template
+from weft_migrate.libraries.rows import LibraryRows, Template
 
 _METHODS = {
     "clip_grad_norm_": Template(
@@ -46,7 +46,7 @@ _TAKEN = (
     *("dispatch_batches", "even_batches", "step_scheduler_with_optimizer", *_PLUGINS),
 )
 
-ACCELERATE = Library(
+ACCELERATE = LibraryRows(
     name="Accelerate",
     modules=("accelerate",),
     names=frozenset(),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from weft_migrate.libraries.rows import Library, Template
+from weft_migrate.libraries.rows import LibraryRows, Template
 
-FABRIC = Library(
+FABRIC = LibraryRows(
     name="Fabric",
     modules=("lightning.fabric", "lightning_fabric"),
     names=frozenset({"lightning.", "lightning.Fabric", "lightning.seed_everything"}),

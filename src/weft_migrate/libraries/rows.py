@@ -21,7 +21,7 @@ class Template(NamedTuple):
     needs: str = ""
 
 
-class Library(NamedTuple):
+class LibraryRows(NamedTuple):
     """What is known of a library.
 
     Attributes:

@@ -37,7 +37,7 @@ def raise_if_unreadable(error: Exception) -> None:
         raise error
 
 
-def what_is(mode: int) -> str | None:
+def why_not_plain(mode: int) -> str | None:
     """What stands where a plain file should; None if it is one."""
     if stat.S_ISREG(mode):
         return None
@@ -66,7 +66,7 @@ def open_plain(path: Path) -> tuple[int, int]:
 
 
 def _check(state: os.stat_result) -> None:
-    found = what_is(state.st_mode)
+    found = why_not_plain(state.st_mode)
     if found is not None:
         raise ValueError(found)
 

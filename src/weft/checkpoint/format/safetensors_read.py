@@ -77,7 +77,7 @@ class TensorFiles:
             CheckpointError: A file is missing, or does not hold what the entry says.
             OSError: It cannot be read.
         """
-        for piece, _, _ in _common(entry, block):
+        for piece, _, _ in _overlapping_pieces(entry, block):
             self._place(name, entry.dtype, piece)
 
     def read(self, name: str, entry: TensorEntry, block: Block, out: torch.Tensor) -> None:
@@ -88,7 +88,7 @@ class TensorFiles:
             OSError: It cannot be read.
         """
         memory, width = memory_of(out), DTYPES[entry.dtype][1]
-        for piece, common, source in _common(entry, block):
+        for piece, common, source in _overlapping_pieces(entry, block):
             handle, start = self._place(name, entry.dtype, piece)
             try:
                 for there, here, length in _runs(common, source, block):
@@ -137,7 +137,7 @@ def _stored_as(name: str, piece: Piece) -> tuple[str, tuple[int, ...]]:
 # -- blocks ------------------------------------------------------------------------------------------
 
 
-def _common(entry: TensorEntry, block: Block) -> Iterator[tuple[Piece, Block, Block]]:
+def _overlapping_pieces(entry: TensorEntry, block: Block) -> Iterator[tuple[Piece, Block, Block]]:
     """The pieces that a block has a part of: each with that part, and as a block itself."""
     for piece in entry.pieces if block.size else ():
         source = Block(piece.offsets, piece.shape)
@@ -146,7 +146,7 @@ def _common(entry: TensorEntry, block: Block) -> Iterator[tuple[Piece, Block, Bl
             yield piece, common, source
 
 
-def in_order(shape: tuple[int, ...], most: int) -> Iterator[Block]:
+def contiguous_blocks(shape: tuple[int, ...], most: int) -> Iterator[Block]:
     """Cut a tensor into blocks of at most `most` elements, each contiguous, in the order of its memory.
 
     Yields:
@@ -179,10 +179,10 @@ def _runs(common: Block, source: Block, target: Block) -> Iterator[tuple[int, in
     length = math.prod(common.shape[dim:])
     for lead in itertools.product(*map(range, common.shape[:dim])):
         at = tuple(zero + more for zero, more in itertools.zip_longest(common.offsets, lead, fillvalue=0))
-        yield _distance(at, source), _distance(at, target), length
+        yield _flat_offset(at, source), _flat_offset(at, target), length
 
 
-def _distance(at: tuple[int, ...], block: Block) -> int:
+def _flat_offset(at: tuple[int, ...], block: Block) -> int:
     """How many elements of a block lie before a place in it."""
     distance = 0
     for place, zero, size in zip(at, block.offsets, block.shape, strict=True):

@@ -33,12 +33,12 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], file: IO[bytes]) -> FileE
     # Not by `safetensors.serialize_file`: it has no place for a hash (reading the file back adds 1.1 s to 4.3 s for
     # 1 GB, and would compare what is read with itself), wants all tensors in host memory at once, and tells of a full
     # disk by an error without errno.
-    head, order = file_head(tensors)
+    head, order = file_header(tensors)
     parts = (memory_of(tensors[name].detach().cpu().contiguous()) for name in order)
     return write_parts(file, itertools.chain([head], _blocks(parts)))
 
 
-def file_head(
+def file_header(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[str]]:
     """How a safetensors file of these tensors begins, and the order in which their bytes follow.
@@ -108,7 +108,7 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 def write_parts(file: IO[bytes], parts: Iterable[Any]) -> FileEntry:
     """Write bytes, part by part.
 
-    Writing, hashing and waiting let other threads run; a thread that does it holds up nobody.
+    Writing, hashing and waiting release the GIL: other threads run meanwhile.
     """
     kind, size = best_hash(), 0
     digest = new_hash(kind)

@@ -65,7 +65,7 @@ def check_memory(what: str, name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def holders(tensors: Iterable[Held], ctx: DistContext) -> dict[str, tuple[int, ...]]:
+def ranks_with_same_blocks(tensors: Iterable[Held], ctx: DistContext) -> dict[str, tuple[int, ...]]:
     """The ranks of a context that hold the same block of each tensor as this one, in order.
 
     All of them, if it is not cut. Else those along the axes of its mesh that hold copies, and along the axes of the
@@ -101,7 +101,7 @@ def _holders(mesh: Any, copied: tuple[bool, ...], ctx: DistContext) -> tuple[int
     return tuple(sorted(found))
 
 
-def writers(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+def share_out_writes(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Share out the tensors that every rank holds whole: the largest first, to who has least to write.
 
     Args:

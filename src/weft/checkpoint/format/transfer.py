@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from weft.checkpoint.format.manifest import DTYPES, TensorEntry
-from weft.checkpoint.format.safetensors_read import TensorFiles, in_order
+from weft.checkpoint.format.safetensors_read import TensorFiles, contiguous_blocks
 from weft.errors import value_error
 from weft.tensors.blocks import Block, memory_of
 
@@ -39,7 +39,7 @@ class Transfer(NamedTuple):
     out: torch.Tensor
 
 
-def transfer(files: TensorFiles, wanted: Iterable[Transfer], *, num_threads: int) -> None:
+def read_blocks(files: TensorFiles, wanted: Iterable[Transfer], *, num_threads: int) -> None:
     """Read all blocks, in the order of the files, by several threads.
 
     What is for an accelerator passes through a pinned block per thread: one thread's copy runs while others read.
@@ -49,7 +49,7 @@ def transfer(files: TensorFiles, wanted: Iterable[Transfer], *, num_threads: int
         ValueError: Values do not fit into another dtype.
         OSError: A file cannot be read.
     """
-    ordered = sorted(wanted, key=lambda one: (-one.stored.dtype.itemsize, one.stored.key))  # as `file_head` has it
+    ordered = sorted(wanted, key=lambda one: (-one.stored.dtype.itemsize, one.stored.key))  # as `file_header` has it
     far = {one.out.device.type for one in ordered} - {"cpu"}
     here = torch.accelerator.current_accelerator() if far and torch.accelerator.is_available() else None
     if far and (here is None or far != {here.type}):
@@ -77,11 +77,11 @@ def _read(files: TensorFiles, one: Transfer) -> None:
         files.read(stored.key, stored.entry, block, out)
         return
     pinned = out.device.type != "cpu" and torch.accelerator.is_available()
-    for part, values in in_parts(files, stored, block, out.dtype, pinned=pinned):
+    for part, values in read_in_parts(files, stored, block, out.dtype, pinned=pinned):
         out[part.slices].copy_(values)
 
 
-def in_parts(
+def read_in_parts(
     files: TensorFiles, stored: Stored, block: Block, dtype: torch.dtype, *, pinned: bool = False
 ) -> Iterator[tuple[Block, torch.Tensor]]:
     """Read a block in parts, in the order of its memory, a few megabytes at a time.
@@ -96,14 +96,14 @@ def in_parts(
     """
     width = DTYPES[stored.entry.dtype][1]
     memory = torch.empty(min(block.size, _PART) * width, dtype=torch.uint8, pin_memory=pinned)
-    for part in in_order(block.shape, _PART):
+    for part in contiguous_blocks(block.shape, _PART):
         values = memory[: part.size * width].view(stored.dtype).view(part.shape)
         offsets = tuple(a + b for a, b in zip(part.offsets, block.offsets, strict=True))
         files.read(stored.key, stored.entry, Block(offsets, part.shape), values)
         yield part, _converted(stored.key, values, dtype)
 
 
-def are_equal(files: TensorFiles, one: Stored, other: Stored, block: Block, dtype: torch.dtype) -> bool:
+def equal_bits(files: TensorFiles, one: Stored, other: Stored, block: Block, dtype: torch.dtype) -> bool:
     """Whether two tensors have the same bits in a block, as numbers of a dtype.
 
     Raises:
@@ -111,14 +111,14 @@ def are_equal(files: TensorFiles, one: Stored, other: Stored, block: Block, dtyp
         ValueError: Values do not fit into `dtype`.
         OSError: A file cannot be read.
     """
-    a, b = (in_parts(files, each, block, dtype) for each in (one, other))
+    a, b = (read_in_parts(files, each, block, dtype) for each in (one, other))
     return all(memory_of(x.contiguous()) == memory_of(y.contiguous()) for (_, x), (_, y) in zip(a, b, strict=True))
 
 
 # -- numbers in another dtype: which conversions keep what they mean ------------------------------------
 
 
-def of_one_kind(one: torch.dtype, other: torch.dtype) -> bool:
+def same_number_kind(one: torch.dtype, other: torch.dtype) -> bool:
     """Whether both are real numbers, or complex, or booleans, or integers.
 
     Example:

@@ -39,7 +39,7 @@ def adapters_of(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Adap
         None of them for a module without PEFT.
     """
     configs = getattr(module, "peft_config", None)
-    # What made the adapters has imported it; without adapters nobody waits for the import.
+    # What made the adapters has imported it; without adapters the import is spared.
     peft: Any = sys.modules.get("peft")
     if peft is None or not isinstance(configs, Mapping):
         return {}

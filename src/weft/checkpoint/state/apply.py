@@ -21,17 +21,17 @@ from torch import nn
 
 from weft import torch_internals
 from weft.checkpoint.format.manifest import Manifest, TensorEntry
-from weft.checkpoint.format.transfer import of_one_kind
+from weft.checkpoint.format.transfer import same_number_kind
 from weft.checkpoint.state import random_states
 from weft.checkpoint.state.collect import (
     Checkpoint,
     Content,
     collect,
-    keepers,
-    kept_by,
+    extra_state_of,
+    num_stacked_states,
+    parameter_keepers,
     plain_name,
-    ranks_apart,
-    tell_keepers,
+    update_keepers,
 )
 from weft.checkpoint.state.json_values import encode
 from weft.collectives.encoding import decode
@@ -44,7 +44,7 @@ from weft.tensors.dtensor import is_sharded, local
 from weft.tensors.rng_state import RngState, generator_kind, generator_state, is_generator, prepare_generator
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Where the values come from: a `Reader` of files, or what another replica has sent.
 
     Attributes:
@@ -74,7 +74,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class RestorePlan:
     """What a checkpoint gives this rank: found to fit, and requested.
 
     Attributes:
@@ -89,7 +89,7 @@ class Plan:
     """
 
     state: Checkpoint
-    reader: Source
+    reader: TensorSource
     live: Content
     weights: Mapping[str, list[str]]
     missing: tuple[str, ...]
@@ -102,7 +102,7 @@ class Plan:
 
 
 def _compare(
-    state: Checkpoint, live: Content, reader: Source, *, strict: bool
+    state: Checkpoint, live: Content, reader: TensorSource, *, strict: bool
 ) -> tuple[dict[str, list[str]], tuple[str, ...], tuple[str, ...]]:
     """What weights are called in the checkpoint, names that only the state has, and names that only it has.
 
@@ -127,7 +127,7 @@ def _compare(
         for name, entry in stored.items():
             if entry.shape != held.shape:
                 shapes.append(f"{name} of shape {entry.shape}, not {held.shape}")
-            if not of_one_kind(getattr(torch, entry.dtype), held.tensor.dtype):
+            if not same_number_kind(getattr(torch, entry.dtype), held.tensor.dtype):
                 kinds.append(f"{name} of {entry.dtype}, not {held.dtype}")
         if stored:
             weights[held.name] = list(dict.fromkeys(entry.same_as or name for name, entry in stored.items()))
@@ -145,7 +145,7 @@ def _compare(
     return weights, missing, unexpected
 
 
-def check_values(plan: Plan) -> None:
+def check_values(plan: RestorePlan) -> None:
     """Raise if values that are read would be lost.
 
     Raises:
@@ -166,7 +166,7 @@ def check_values(plan: Plan) -> None:
 # -- what is requested -------------------------------------------------------------------------------
 
 
-def request(state: Checkpoint, reader: Source, ctx: DistContext, *, strict: bool) -> Plan:
+def request(state: Checkpoint, reader: TensorSource, ctx: DistContext, *, strict: bool) -> RestorePlan:
     """Compare a checkpoint with the state, and request all that it holds.
 
     Args:
@@ -186,10 +186,10 @@ def request(state: Checkpoint, reader: Source, ctx: DistContext, *, strict: bool
             reader.request_into(stored[0], live.tensors[name])
     saved = reader.manifest.values
     loaded = {key: _requested(key, state, live, reader, ctx) for key in state.objects if key in saved}
-    return Plan(state, reader, live, weights, missing, unexpected, loaded, _random(state, reader, ctx))
+    return RestorePlan(state, reader, live, weights, missing, unexpected, loaded, _random(state, reader, ctx))
 
 
-def _requested(key: str, state: Checkpoint, live: Content, reader: Source, ctx: DistContext) -> Any:
+def _requested(key: str, state: Checkpoint, live: Content, reader: TensorSource, ctx: DistContext) -> Any:
     """The state of one object, in the form its `load_state_dict` takes."""
     obj, saved = state.objects[key], reader.manifest.values[key]
     is_apart = bool(offered(obj, StepsApart))
@@ -222,7 +222,7 @@ def _requested(key: str, state: Checkpoint, live: Content, reader: Source, ctx: 
     return found
 
 
-def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Source) -> _OptimizerState:
+def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: TensorSource) -> _StateToLoad:
     optimizer, saved, entries = state.objects[key], reader.manifest.values[key], reader.manifest.tensors
     names = live.names
     groups = [[names[id(p)] for p in entry["params"]] for entry in optimizer.param_groups]
@@ -232,14 +232,14 @@ def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Sou
     layouts = {
         id(p): layout
         for obj in state.objects.values()
-        for part, offer in (keepers(obj) if isinstance(obj, nn.Module) else ())
+        for part, offer in (parameter_keepers(obj) if isinstance(obj, nn.Module) else ())
         for own, p in part.named_parameters()
         if (layout := offer.state_layout(own)) is not None
     }
     keeps = _keeps_tensors(optimizer)
     owning = offered(optimizer, OwnsState)
     replaced: set[int] = set()
-    of_others = saved.get("ranks apart", 1) != ranks_apart(optimizer)
+    of_others = saved.get("ranks apart", 1) != num_stacked_states(optimizer)
     apart = [] if of_others or "ranks apart" not in saved else offered(optimizer, StepsApart)
 
     def like(parameter: torch.Tensor) -> Callable[[str], torch.Tensor]:
@@ -282,11 +282,11 @@ def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Sou
         if name not in entries or getattr(torch, entries[name].dtype) != parameter.dtype
     }
     if of_others and "ranks apart" in saved:
-        return _OptimizerState(content, changed, averaged={order[name]: p for name, p in parameters.items()})
-    return _OptimizerState(content, changed)
+        return _StateToLoad(content, changed, averaged={order[name]: p for name, p in parameters.items()})
+    return _StateToLoad(content, changed)
 
 
-def _prepared_generator(key: str, generator: Any, reader: Source, ctx: DistContext) -> Callable[[], object]:
+def _prepared_generator(key: str, generator: Any, reader: TensorSource, ctx: DistContext) -> Callable[[], object]:
     manifest, kind = reader.manifest, generator_kind(generator)
     if manifest.values[key] != {"generator": kind}:
         raise ValueError(f"{manifest.values[key]!r:.80} for a {kind}")
@@ -297,7 +297,7 @@ def _prepared_generator(key: str, generator: Any, reader: Source, ctx: DistConte
     return prepare_generator(generator, found, new=(ctx.seed, manifest.step, ctx.rank, key))
 
 
-def _random(state: Checkpoint, reader: Source, ctx: DistContext) -> Callable[[], None] | None:
+def _random(state: Checkpoint, reader: TensorSource, ctx: DistContext) -> Callable[[], None] | None:
     ranks = reader.manifest.ranks
     if not state.rng:
         return None
@@ -309,7 +309,7 @@ def _random(state: Checkpoint, reader: Source, ctx: DistContext) -> Callable[[],
 # -- putting in place --------------------------------------------------------------------------------
 
 
-def load_objects(plan: Plan, ctx: DistContext, undo: contextlib.ExitStack) -> None:
+def load_objects(plan: RestorePlan, ctx: DistContext, undo: contextlib.ExitStack) -> None:
     """Give all objects but the weights their state; what takes it back is put on `undo`.
 
     Raises:
@@ -336,7 +336,7 @@ def _load_object(obj: Any, loaded: Any, undo: contextlib.ExitStack) -> None:
         undo.callback(prepare_generator(obj, generator_state(obj), new=(0, 0, 0, "")))
         loaded()
     elif isinstance(obj, torch.optim.Optimizer):  # what it holds is replaced and not overwritten: no copy is needed
-        held = _OptimizerState(obj.state_dict(), set())
+        held = _StateToLoad(obj.state_dict(), set())
         undo.callback(held.load_into, obj)
         loaded.load_into(obj)
     elif isinstance(obj, nn.Module):
@@ -346,7 +346,7 @@ def _load_object(obj: Any, loaded: Any, undo: contextlib.ExitStack) -> None:
                 part = obj.get_submodule(here[name].rpartition(".")[0])
                 undo.callback(part.set_extra_state, _copied(part.get_extra_state()))
                 part.set_extra_state(value)
-        with_state, with_order = kept_by(obj, Stateful), kept_by(obj, KeepsOrder)
+        with_state, with_order = extra_state_of(obj, Stateful), extra_state_of(obj, KeepsOrder)
         for name, offer in with_state.items():
             if name in loaded["transforms"]:
                 _load(offer, loaded["transforms"][name], undo)
@@ -363,7 +363,7 @@ def _load(obj: Stateful, loaded: Any, undo: contextlib.ExitStack) -> None:
     obj.load_state_dict(loaded)
 
 
-def put_weights(plan: Plan, ctx: DistContext) -> None:
+def put_weights(plan: RestorePlan, ctx: DistContext) -> None:
     """Give the tensors of modules and optimizers their values, and the random states.
 
     Raises:
@@ -375,13 +375,13 @@ def put_weights(plan: Plan, ctx: DistContext) -> None:
     given = {one: live.tensors[name].tensor for one, name in live.names.items() if name in plan.weights}
     for obj in plan.state.objects.values():
         if isinstance(obj, nn.Module):
-            tell_keepers(obj, given)
+            update_keepers(obj, given)
     values_replaced(plan.state.objects.values(), ctx)
     if plan.set_random is not None:
         plan.set_random()
 
 
-class _OptimizerState:
+class _StateToLoad:
     """What an optimizer's `load_state_dict` takes; loaded without a change of its dtypes.
 
     torch gives all of a parameter's state the dtype of the parameter: masks and counters too, and

@@ -51,7 +51,7 @@ class Checked(Protocol):
     """Anything that cannot be saved at every moment, such as a loader in the middle of a window."""
 
     def check_savable(self) -> None:
-        """Raise if a run could not go on from the state of this moment."""
+        """Raise if a run could not continue from the state of this moment."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def checkpointable(
 
 
 @contextmanager
-def around(what: Literal["save", "restore"], state: Checkpoint, ctx: DistContext) -> Iterator[None]:
+def with_user_hooks(what: Literal["save", "restore"], state: Checkpoint, ctx: DistContext) -> Iterator[None]:
     """Call what the user wants to be called before and after; an error in it is raised on all ranks."""
     before, after = state.before, state.after
     if before is not None:
@@ -344,9 +344,11 @@ def _collect_module(
                 if id(value) in held
                 else "return it from get_extra_state() and take it in set_extra_state(state)",
             )
-    keep = kept_by(module, Stateful)
+    keep = extra_state_of(module, Stateful)
     kept = {name: encode(f"{key}/#{name}", offer.state_dict(), content.tensors) for name, offer in keep.items()}
-    orders = {name: [order] for name, offer in kept_by(module, KeepsOrder).items() if (order := offer.sum_order())}
+    orders = {
+        name: [order] for name, offer in extra_state_of(module, KeepsOrder).items() if (order := offer.sum_order())
+    }
     content.values[key] = {"extra": values, "transforms": kept}
     if orders:
         content.values[key]["orders"] = orders
@@ -355,21 +357,21 @@ def _collect_module(
         content.values[key]["peft"] = {adapter: one._asdict() for adapter, one in adapters.items()}
 
 
-def keepers(module: nn.Module) -> list[tuple[nn.Module, KeepsParameters]]:
+def parameter_keepers(module: nn.Module) -> list[tuple[nn.Module, KeepsParameters]]:
     """Parts of a module whose parameters or state lie elsewhere, and who knows where."""
     return [(part, offer) for part in module.modules() for offer in offered(part, KeepsParameters)]
 
 
 def kept_shards(module: nn.Module) -> dict[int, torch.Tensor]:
     """What stands for parameters whose values lie elsewhere, by the id of the parameter; a collective then."""
-    shards = [(part, offer.parameter_shards()) for part, offer in keepers(module)]
+    shards = [(part, offer.parameter_shards()) for part, offer in parameter_keepers(module)]
     shards += [(part, offer.common()) for part in module.modules() for offer in offered(part, StepsApart)]
     return {id(dict(part.named_parameters())[name]): shard for part, found in shards for name, shard in found.items()}
 
 
-def tell_keepers(module: nn.Module, changed: Mapping[int, torch.Tensor]) -> None:
+def update_keepers(module: nn.Module, changed: Mapping[int, torch.Tensor]) -> None:
     """Tell those who keep parameters elsewhere of new values, by the id of the parameter; a collective then."""
-    for part, offer in keepers(module):
+    for part, offer in parameter_keepers(module):
         offer.parameters_changed({own: changed[id(p)] for own, p in part.named_parameters() if id(p) in changed})
     for part in module.modules():
         for apart in offered(part, StepsApart):
@@ -381,7 +383,7 @@ def is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == str(torch_internals.extra_state.found)
 
 
-def kept_by(module: nn.Module, kind: Callable[..., T]) -> dict[str, T]:
+def extra_state_of(module: nn.Module, kind: Callable[..., T]) -> dict[str, T]:
     """What transforms of a module and of its parts have to keep, such as a loss scale.
 
     Args:
@@ -423,11 +425,11 @@ def _collect_optimizer(key: str, optimizer: torch.optim.Optimizer, content: Cont
     for kind, entries in (("shared", shared), ("more", saved)):
         if entries:
             content.values[key][kind] = encoded(kind, entries)
-    if ranks_apart(optimizer) > 1:
-        content.values[key]["ranks apart"] = ranks_apart(optimizer)
+    if num_stacked_states(optimizer) > 1:
+        content.values[key]["ranks apart"] = num_stacked_states(optimizer)
 
 
-def ranks_apart(optimizer: torch.optim.Optimizer) -> int:
+def num_stacked_states(optimizer: torch.optim.Optimizer) -> int:
     """How many states of an optimizer there are, one after the other in each tensor that is saved, if several."""
     return math.prod(offer.ranks_apart for offer in offered(optimizer, StepsApart))
 

@@ -17,7 +17,7 @@ from weft.peers.agreement import exchange
 from weft.tensors.blocks import Held, whole
 
 
-def add_elsewhere(content: Content, state: Checkpoint, ctx: DistContext) -> dict[str, frozenset[int]]:
+def add_other_ranks(content: Content, state: Checkpoint, ctx: DistContext) -> dict[str, frozenset[int]]:
     """Add what other ranks have to what this one has, without values.
 
     Collectives: a meeting through the store, if ranks have different tensors or the mesh has several axes.

@@ -69,7 +69,7 @@ def drawn_state(step: int, ctx: DistContext) -> Callable[[], None]:
 
 
 def restored_from(states: Sequence[Any], rank: int, world_size: int) -> Any:
-    """Which of the states of the ranks that saved a rank goes on from; None if it needs a new one."""
+    """Which of the states of the ranks that saved a rank continues from; None if it needs a new one."""
     if len(states) == world_size:
         return states[rank]
     return states[0] if all(state == states[0] for state in states) else None

@@ -201,7 +201,7 @@ class Bucket:
         folder.mkdir()
         (folder / NAME).write_bytes(text)
         for file, entry in manifest.files.items():  # no name leads out of the folder: that was checked
-            if sizes[file] == entry.bytes:  # else whoever reads the copy says so, as of a directory
+            if sizes[file] == entry.bytes:  # else reading the copy raises, as for a directory
                 self._copy(self._at(name, file), folder / file, entry.bytes)
 
     def _copy(self, path: str, place: Path, size: int) -> None:

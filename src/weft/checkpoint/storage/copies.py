@@ -12,7 +12,7 @@ from typing import TypeVar
 from weft.checkpoint.format.manifest import STEP, Damage
 from weft.checkpoint.storage.bucket import Bucket
 from weft.checkpoint.storage.directory import Directory
-from weft.checkpoint.storage.find import found_one, located, storage_of
+from weft.checkpoint.storage.find import find_one, locate, storage_of
 from weft.checkpoint.storage.private_folder import private_folder
 from weft.checkpoint.storage.protocol import Storage
 from weft.collectives.on_all_ranks import from_main, gathered
@@ -55,7 +55,7 @@ class Copies:
             if self._makes:
                 storage.copy(name, copy)
 
-        undamaged(self._what, self._ctx, make)
+        raise_damage_on_all(self._what, self._ctx, make)
         return copy
 
     def named(self, text: str) -> str:
@@ -64,7 +64,7 @@ class Copies:
 
 
 @contextlib.contextmanager
-def copies(what: str, storage: Storage, ctx: DistContext) -> Iterator[Copies]:
+def share_copies(what: str, storage: Storage, ctx: DistContext) -> Iterator[Copies]:
     """Let ranks of one machine share the copies of checkpoints at a URL, as long as the body runs.
 
     Yields:
@@ -105,7 +105,7 @@ def with_newest(what: str, where: Path, ctx: DistContext, work: Callable[[Path],
         if name is None:
             return work(where)
         storage = storage_of(where.parent if is_one else where)
-        with copies(what, storage, ctx) as here:
+        with share_copies(what, storage, ctx) as here:
             try:
                 return work(here.bring(name))
             except (CheckpointError, PeerError):
@@ -119,15 +119,15 @@ def _has(storage: Storage, name: str) -> bool:
 
 def _chosen(what: str, where: Path) -> tuple[str | None, bool]:
     """The name of a checkpoint, if there is one, and whether it is the only one that is meant."""
-    storage, name = located(where)
+    storage, name = locate(where)
     if name is not None:
         return name, True
     if isinstance(storage, Directory) and not storage.names():
         return None, False
-    return found_one(what, where)[1], False
+    return find_one(what, where)[1], False
 
 
-def undamaged(what: str, ctx: DistContext, work: Callable[[], R]) -> R:
+def raise_damage_on_all(what: str, ctx: DistContext, work: Callable[[], R]) -> R:
     """Do work on every rank; if it finds damage on one, all raise the first.
 
     Raises:

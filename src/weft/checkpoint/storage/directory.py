@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from weft.checkpoint.format.manifest import NAME, STEP, Manifest, read_manifest, step_of
-from weft.checkpoint.format.plain_files import digest_of, raise_if_unreadable, read_plain, what_is
+from weft.checkpoint.format.plain_files import digest_of, raise_if_unreadable, read_plain, why_not_plain
 from weft.checkpoint.format.safetensors_write import new_file, sync_folder, take_name, write_bytes
 from weft.checkpoint.storage.protocol import Draft, changed_bytes
 from weft.errors import CheckpointError
@@ -86,7 +86,7 @@ class Directory:
         _held().add(handle)
         try:
             with contextlib.suppress(PermissionError):  # another user made it
-                os.fchmod(handle, 0o600)  # whoever may read it may take the lock
+                os.fchmod(handle, 0o600)  # a user that can read it could take the lock
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -108,7 +108,7 @@ class Directory:
 
         A rank that outlived its job and still writes thereby spoils nothing but its own folder.
         """
-        # Nobody writes there: the lock of the directory is ours.
+        # No other job writes there: this one has the lock of the directory.
         for left in (*self.where.glob(".step-*.writing"), *self.where.glob(".step-*.removing")):
             shutil.rmtree(left, ignore_errors=True)
         draft = Draft(f".{name}.{secrets.token_hex(4)}.writing")
@@ -168,7 +168,7 @@ def _size(path: Path) -> int | str:
     except OSError as error:
         raise_if_unreadable(error)
         return "no such file"
-    return what_is(state.st_mode) or state.st_size
+    return why_not_plain(state.st_mode) or state.st_size
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from weft.errors import CheckpointError, listed
 _PAUSES_S = (0.001, 0.004, 0.016, 0.064)  # before an empty listing is believed
 
 
-def place(directory: str | Path) -> Path:
+def path_or_url(directory: str | Path) -> Path:
     """A directory of this machine, or a URL."""
     if isinstance(directory, RemotePath):
         return directory
@@ -34,21 +34,21 @@ def storage_of(where: Path) -> Storage:
     return Bucket(where) if isinstance(where, RemotePath) else Directory(where)
 
 
-def located(where: Path) -> tuple[Storage, str | None]:
+def locate(where: Path) -> tuple[Storage, str | None]:
     """The checkpoints in a directory or at a URL; or those around one checkpoint, and the name of that."""
     storage = storage_of(where)
     match = STEP.fullmatch(where.name)
     # Also without its manifest: that is damage, and no new beginning.
-    is_named = match is not None and where == target(where.parent, int(match[1]))
+    is_named = match is not None and where == step_folder(where.parent, int(match[1]))
     return (storage_of(where.parent), where.name) if is_named or storage.is_one() else (storage, None)
 
 
-def target(directory: Path, step: int) -> Path:
+def step_folder(directory: Path, step: int) -> Path:
     """The folder of a step."""
     return directory / f"step-{step:08d}"
 
 
-def names_of(storage: Storage) -> list[str]:
+def checkpoint_names(storage: Storage) -> list[str]:
     """What has the name of a checkpoint, oldest first.
 
     A listing is not one moment: beside a run that saves one and removes another, it may show neither.
@@ -62,7 +62,7 @@ def names_of(storage: Storage) -> list[str]:
     return found
 
 
-def checked(storage: Storage, name: str, *, content: bool) -> Manifest:
+def checked_manifest(storage: Storage, name: str, *, content: bool) -> Manifest:
     """The manifest of a checkpoint whose files are all there; with `content`, also compared with their hashes.
 
     Raises:
@@ -135,9 +135,9 @@ def latest(directory: str | Path) -> Path | None:
         >>> latest("/nowhere") is None
         True
     """
-    storage = storage_of(place(directory))
+    storage = storage_of(path_or_url(directory))
     storage.check_place("latest")
-    newest = complete(storage, most=1)
+    newest = complete_checkpoints(storage, most=1)
     return storage.where / newest[0][0] if newest else None
 
 
@@ -167,15 +167,17 @@ def best(directory: str | Path) -> Path | None:
         ...     best(folder).name, latest(folder).name
         ('step-00000020', 'step-00000030')
     """
-    storage = storage_of(place(directory))
+    storage = storage_of(path_or_url(directory))
     storage.check_place("best")
     scored = [
-        (manifest.score, manifest.step, name) for name, manifest in complete(storage) if manifest.score is not None
+        (manifest.score, manifest.step, name)
+        for name, manifest in complete_checkpoints(storage)
+        if manifest.score is not None
     ]
     return storage.where / min(scored)[2] if scored else None
 
 
-def complete(storage: Storage, *, most: int | None = None) -> list[tuple[str, Manifest]]:
+def complete_checkpoints(storage: Storage, *, most: int | None = None) -> list[tuple[str, Manifest]]:
     """Checkpoints whose files are all there, in the right size, with their manifests: the newest first.
 
     Args:
@@ -188,9 +190,9 @@ def complete(storage: Storage, *, most: int | None = None) -> list[tuple[str, Ma
     """
     while True:
         found: list[tuple[str, Manifest]] = []
-        for name in reversed(names_of(storage)):
+        for name in reversed(checkpoint_names(storage)):
             try:
-                found.append((name, checked(storage, name, content=False)))
+                found.append((name, checked_manifest(storage, name, content=False)))
             except Damage:
                 if name not in storage.names():  # a run beside has saved another one and removed it: look again
                     break
@@ -222,27 +224,27 @@ def verify(path: str | Path) -> Manifest:
         ...     weft.checkpoint.verify(weft.save(state, folder, 1, ctx)).step
         1
     """
-    where = place(path)
+    where = path_or_url(path)
     while True:
-        storage, name = found_one("verify", where)
+        storage, name = find_one("verify", where)
         try:
-            return checked(storage, name, content=True)
+            return checked_manifest(storage, name, content=True)
         except Damage:
             if storage.where != where or name in storage.names():
                 raise  # else a run beside has saved another one and removed it: look again
 
 
-def found_one(what: str, where: Path) -> tuple[Storage, str]:
+def find_one(what: str, where: Path) -> tuple[Storage, str]:
     """One checkpoint: the one that is at a path, or the newest complete one of a directory or URL.
 
     Raises:
         CheckpointError: There is none.
         OSError: Something cannot be read.
     """
-    storage, name = located(where)
+    storage, name = locate(where)
     if name is None:
         storage.check_place(what)
-        newest = complete(storage, most=1)
+        newest = complete_checkpoints(storage, most=1)
         if not newest:
             raise CheckpointError(
                 f"{what}: there is no complete checkpoint in {where}",

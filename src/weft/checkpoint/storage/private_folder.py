@@ -13,12 +13,12 @@ from pathlib import Path
 
 from weft.checkpoint.format.plain_files import closing
 
-_OLD_S = 600.0  # a folder of this age is locked, or nobody's
+_OLD_S = 600.0  # a folder of this age is locked, or was left behind
 
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new folder among the temporary files, with a name that nobody can guess; gone at the end.
+    """A new folder among the temporary files, with a name that cannot be guessed; gone at the end.
 
     Folders of earlier processes of this user, which were killed, are removed first.
 

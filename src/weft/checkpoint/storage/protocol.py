@@ -1,6 +1,6 @@
 """Where checkpoints lie: what a directory and an object store have in common, so that both give the same guarantees.
 
-[Note: all or nothing] A checkpoint is written as a draft, which nobody takes for one, and comes into being in one
+[Note: all or nothing] A checkpoint is written as a draft, which is not taken for one, and comes into being in one
 moment: a directory renames a hidden folder, an object store gets the manifest. Nothing that is there already is changed
 before that moment, and nothing older is removed before it. Which checkpoint is the latest is written down nowhere; it
 follows from those that are there and complete.

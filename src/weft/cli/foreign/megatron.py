@@ -88,7 +88,7 @@ class _Arguments:
     """Arguments that are taken one after the other.
 
     Attributes:
-        left: Those nobody has taken.
+        left: Those that were not taken yet.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:

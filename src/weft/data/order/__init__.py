@@ -5,7 +5,7 @@ digest.py         what two orders are compared by
 sampler_state.py  what iterating a sampler changes in it, and how it is put back
 endless_order.py  an order that does not end
 loader_place.py   which loader of the program this is, and the one before it over the same dataset
-tell_epoch.py     which of a dataset or sampler are told the number of the epoch
+tell_epoch.py     which datasets and samplers get the number of the epoch
 compare_order.py  ranks whose orders differ find out
 mixed_order.py    how the sources of a mixture take turns
 sample_digest.py  a digest of the samples of a stream

@@ -9,10 +9,10 @@ from weft.peers.world import World
 
 
 def compare_order(world: World, key: str, digest: str, what: str, fix: str, *, old: str | None = None) -> None:
-    """Compare what this rank reads with what the first rank to come here reads; waits for nobody.
+    """Compare what this rank reads with what the first rank to come here reads; does not wait.
 
     The first one writes its digest down, and who comes later compares. So of two ranks that differ, the later one
-    raises, and the other is told that a peer failed. One request to the store, and another one for all but the first.
+    raises, and the other learns that a peer failed. One request to the store, and another one for all but the first.
 
     Changes: a key of the store. Collectives: none.
 
@@ -22,7 +22,7 @@ def compare_order(world: World, key: str, digest: str, what: str, fix: str, *, o
         digest: Of what was read, or is going to be read, up to there.
         what: What is compared: the first line of the error.
         fix: The line that repairs it.
-        old: A key that nobody needs any more, such as that of two iterations ago; the first rank removes it.
+        old: A key that is not needed any more, such as that of two iterations ago; the first rank removes it.
 
     Raises:
         ContextError: Another rank has another digest; the text names both ranks, numbered as in the whole job.
@@ -36,7 +36,7 @@ def compare_order(world: World, key: str, digest: str, what: str, fix: str, *, o
         if old is not None:
             store.delete(f"order/{old}")
         return
-    text = store.come(f"order/{key}", 0)
+    text = store.wait_for(f"order/{key}", 0)
     if text is None:  # this rank is two iterations behind, and the key was removed
         return
     first = store.parsed(f"order/{key}", text, "rank", "digest")

@@ -21,7 +21,7 @@ class LoaderPlace:
         number: Of the place, in the order in which the program makes them.
         seed: Of the order: as given if this is the first one with it, otherwise mixed with the number.
         epoch: The epoch that comes next.
-        is_fresh: Nobody has begun to read its loader.
+        is_fresh: Its loader was not read yet.
         readers: How many iterations over it are running.
     """
 
@@ -73,7 +73,7 @@ def place_of(world: World, dataset: object, sampler: object, *, seed: int, given
     first = not places or (generator is not None and all(place.generator is not generator for place in places))
     own = seed if given or first else mix(seed, len(places), "loader")
     reference = None
-    with contextlib.suppress(TypeError):  # a list: nobody can say whether it still is the same
+    with contextlib.suppress(TypeError):  # a list: whether it still is the same cannot be seen
         reference = weakref.ref(dataset)
     places.append(LoaderPlace(len(places), reference, type(sampler), generator, own))
     return places[-1]

@@ -50,8 +50,8 @@ class MixedOrder:
     Args:
         names: Of the sources.
         rates: Samples of each source among `sum(rates)` positions.
-        endless: Whether it goes on after them, with the same rates.
-        lengths: Of the sources; 0 where nobody knows.
+        endless: Whether it continues after them, with the same rates.
+        lengths: Of the sources; 0 where they are unknown.
         shuffle: For each source, whether its samples change their order; another one in each pass.
         seed: Any integer.
         epoch: Number of the epoch.
@@ -164,7 +164,7 @@ def _shuffled(places: Numbers, lengths: Numbers, keys: Hashes) -> Numbers:
     rows = np.ceil(np.sqrt(lengths)).astype(np.int64)
     columns = -(-lengths // rows)
     found, todo = places.copy(), np.arange(len(places))
-    while len(todo):  # rows * columns is a little more than the length: who lands beyond it goes on
+    while len(todo):  # rows * columns is a little more than the length: what lands beyond it moves again
         row, column = np.divmod(found[todo], columns[todo])
         for turn in range(_ROUNDS):
             noise = _hashed(keys[todo], (row if turn % 2 else column) * _ROUNDS + turn) >> np.uint64(1)

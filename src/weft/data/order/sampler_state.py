@@ -66,7 +66,7 @@ class SamplerState:
         try:
             for path, place in places.items():
                 if is_generator(place.value):
-                    if state.get(path) is not None:  # a generator that was added since goes on as it is
+                    if state.get(path) is not None:  # a generator that was added since stays as it is
                         puts.append(prepare_generator(place.value, state[path], new=(0, 0, 0, path)))
                 elif place.put is not None and (path in state or path in self._first):
                     puts.append(partial(place.put, _plain(state.get(path, self._first.get(path)))))

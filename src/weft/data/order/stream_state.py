@@ -84,7 +84,7 @@ class StreamState:
 
 
 def _put_back(begun: _StreamContents, left: _StreamContents, now: _StreamContents) -> list[str]:
-    """Set what reading has changed, and nobody else since, to what it was; returns which numbers and texts."""
+    """Set what reading has changed, and nothing else since, to what it was; returns which numbers and texts."""
     changed: list[str] = []
     for key, (holder, before) in begun.values.items():
         if key in left.values and key in now.values and now.values[key][1] is left.values[key][1]:

@@ -10,7 +10,7 @@ from weft.context import DistContext
 from weft.data.split.map_samples import BatchInfo
 
 
-def scattered(
+def scatter_batches(
     read: Iterator[tuple[Any, BatchInfo]],
     ctx: DistContext,
     size: int,

@@ -11,7 +11,7 @@ from weft import torch_internals
 from weft.checks import check_choice
 from weft.context import DistContext
 from weft.data.loader_copy import is_torch_iterator, length_of, split_already
-from weft.data.split.read_plan import DataPlan, is_stock
+from weft.data.split.read_plan import DataPlan, takes_consecutive_samples
 from weft.data.split.split_plan import warn_of_no_step
 from weft.data.split.stream_samples import shards_of
 from weft.errors import type_error, value_error
@@ -45,7 +45,7 @@ def check_loader(loader: Any, mode: str, uneven: str | None, resized: str, *, al
     _check_split(loader, mode, uneven, already_sharded=already_sharded)
 
 
-def by_epochs(loader: DataLoader[Any]) -> DataLoader[Any]:
+def without_persistent_iterator(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A loader that keeps one iterator for all epochs, over a sampler without end, as one that is read by epochs.
 
     Such loaders, of several vision libraries, were made so that workers stay; in the one returned they do.
@@ -87,7 +87,7 @@ def _check_mode(loader: DataLoader[Any], mode: str) -> None:
         raise _refusal(found, "an iterable dataset with `num_shards` and `shard(num_shards=, index=)`", fix)
     if mode == "split" and loader.batch_sampler is None and loader.batch_size is None:
         raise _refusal('mode="split" with batch_size=None', "a loader with batch_size", fix)
-    if mode == "split" and not isinstance(loader.dataset, IterableDataset) and not is_stock(loader):
+    if mode == "split" and not isinstance(loader.dataset, IterableDataset) and not takes_consecutive_samples(loader):
         found = f'mode="split" with {type(loader.batch_sampler).__name__}, whose batch size is unknown'
         raise _refusal(found, "a loader with batch_size", fix)
 
@@ -127,7 +127,11 @@ def check_balance(loader: DataLoader[Any], balance: str, cost: object, mode: str
     if cost is None:
         return
     without = "loader, ctx = weft.shard_data(loader, ctx, ...)  # without cost and balance"
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or not is_stock(loader):
+    if (
+        isinstance(loader.dataset, IterableDataset)
+        or loader.batch_sampler is None
+        or not takes_consecutive_samples(loader)
+    ):
         found = f"{type(loader.dataset).__name__}, with {type(loader.batch_sampler).__name__}"
         raise _refusal(found, 'a dataset with an index and a batch_size, with balance="tokens"', without)
     if mode not in ("batches", "split") or split_already(loader) is not None or uneven == "pad":
@@ -151,7 +155,7 @@ def check_divisible(batch_size: int, size: int) -> None:
 
 
 def check_uneven(uneven: str | None, total: int | None, ctx: DistContext, *, already_sharded: bool) -> None:
-    """Raise if nobody said what happens at the end of a stream whose end nobody knows.
+    """Raise if the caller did not say what happens at the end of a stream whose length is unknown.
 
     Raises:
         ValueError: The text names the choices.

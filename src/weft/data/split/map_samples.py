@@ -1,7 +1,7 @@
 """What a loader's own machinery reads from: map-style datasets, and what is put around any dataset.
 
 The `DataLoader` of torch does the work: workers, collating, pinning. It is handed a view of the user's
-loader in which dataset and sampler are those of this file or of streams.py. What was asked for is noted
+loader in which dataset and sampler are those of this file or of stream_samples.py. What was asked for is noted
 in a queue (`BatchInfo`), so that it is known which samples each batch holds.
 """
 
@@ -58,7 +58,7 @@ class BatchInfo(NamedTuple):
         empty: One sample was read although this rank gets none: no row of it counts.
         last: Of a stream: nothing comes after it.
         mark: Of a stream that is read from its beginning: where it stands after the samples of this step.
-        everyone: Samples that all ranks are given in this step; None where the plan says so, or nobody knows.
+        everyone: Samples that all ranks are given in this step; None where the plan says so, or it is unknown.
         held: Samples that are in it; `AS_PLANNED`: as many as were asked for; None: they cannot be counted.
         left_out: Samples that are not in it, and not among `ids`.
         orders: Of data that rank 0 reads for all: what a position says of the order, in this epoch and at the next.
@@ -127,7 +127,7 @@ class FetchedSamples(NamedTuple):
     Attributes:
         samples: As the dataset returned them.
         asked: How many were asked for.
-        present: Places of the samples among those asked for; None: all, or nobody knows.
+        present: Places of the samples among those asked for; None: all, or unknown.
     """
 
     samples: Any

@@ -31,7 +31,7 @@ class LoaderPass:
         steps: Batches that were given.
         total: Batches of `todo`; None as long as that is not known.
         left_out: Batches at its end that are not read.
-        carries: Whether the next pass begins with those; otherwise nobody reads them.
+        carries: Whether the next pass begins with those; otherwise they are not read.
         reader: The iterator over it.
         has_ended: The loader stands where the next iteration begins.
     """
@@ -61,7 +61,7 @@ class LoaderPass:
 
     @property
     def endless(self) -> bool:
-        """Whether nobody knows where it ends."""
+        """Whether its end is unknown."""
         return self.todo[-1].stop == UNKNOWN
 
 
@@ -81,7 +81,7 @@ class Cursor:
         orders: Of data that rank 0 reads for all, what came with it; see `BatchInfo`. And its epoch.
         rows: How many rows it has, if only its reading could tell.
         weighed: Its `share` was asked for, or windows have one.
-        has_windows: `accumulate_grads` made a loader of windows, which nobody has iterated yet.
+        has_windows: `accumulate_grads` made a loader of windows, which was not iterated yet.
         told: Whether the user was told that its epochs continue those of another loader; None: they do not.
     """
 
@@ -306,7 +306,7 @@ def _other_data(state: Mapping[str, Any], reading: ReadPlan) -> bool:
     """Whether the order that a position is in is that of a dataset of another length, or of another mixture.
 
     Raises:
-        ValueError: It is, and nobody said what to do.
+        ValueError: It is, and the caller did not say what to do.
     """
     begun = state.get("samples") or state.get("batches") or state.get("carried")
     if not begun or not all(type(state.get(name)) is int for name in ("seed", "epoch")):

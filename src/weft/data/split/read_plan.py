@@ -233,6 +233,6 @@ class ReadPlan:
         return size
 
 
-def is_stock(loader: DataLoader[Any]) -> bool:
+def takes_consecutive_samples(loader: DataLoader[Any]) -> bool:
     """Whether batches are just consecutive samples of a sampler, so that samples can be shared out."""
     return loader.batch_size is not None or type(loader.batch_sampler) is BatchSampler

@@ -82,7 +82,7 @@ class CountedCollate:
             batch, spare = self.collate(samples), samples
             held = len(samples) if hasattr(samples, "__len__") else None
         else:
-            spare = _spares(samples) if isinstance(samples, (list, tuple)) else []
+            spare = _copied_samples(samples) if isinstance(samples, (list, tuple)) else []
             batch = self.collate(samples)
             if not spare and isinstance(batch, (Mapping, torch.Tensor)):  # the dataset makes batches itself
                 held = rows_of(batch)
@@ -160,7 +160,7 @@ def _twin(collate: Any) -> Any:
     return twin
 
 
-def _spares(samples: Sequence[Any]) -> list[Any]:
+def _copied_samples(samples: Sequence[Any]) -> list[Any]:
     """Samples for one more call: functions take items out of the dicts and lists that they are given."""
     if _CHANGED.isdisjoint(map(type, samples)):
         return [*samples]
@@ -170,7 +170,7 @@ def _spares(samples: Sequence[Any]) -> list[Any]:
 def _made(collate: Any, *samples: Any) -> Any:
     """A batch of one or two samples; None if it cannot be made."""
     try:
-        return collate(_spares(samples))
+        return collate(_copied_samples(samples))
     except Exception:  # noqa: BLE001  (whatever the user's function raises: there is no such batch)
         return None
 

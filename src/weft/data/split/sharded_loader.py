@@ -17,7 +17,7 @@ from weft.context import DistContext
 from weft.data.loader_copy import Extension, Size, extended_copy, is_torch_iterator, torch_iterator
 from weft.data.lock_step import LockStep, lock_step
 from weft.data.order.tell_epoch import tell_epoch
-from weft.data.split.dispatch import scattered
+from weft.data.split.dispatch import scatter_batches
 from weft.data.split.map_samples import AS_PLANNED, BatchInfo, StreamMark, as_index, name_samples
 from weft.data.split.position import Cursor, LoaderPass, checked_position, position
 from weft.data.split.read_plan import ReadPlan
@@ -198,7 +198,7 @@ class ShardedLoader(Extension[T]):
         read: Iterator[tuple[Any, BatchInfo]] = self._own(spans) if reading.readers else iter(())
         if reading.scattered:
             last = None if spans[-1].stop == UNKNOWN else reading.steps_in(spans)
-            read = scattered(read, ctx, reading.plan.size, last, reading.with_orders)
+            read = scatter_batches(read, ctx, reading.plan.size, last, reading.with_orders)
         elif reading.uneven_ranks is not None:
             read = reading.uneven_ranks.batches(read, spans[-1], ctx)
         for batch, given in read:
@@ -330,7 +330,7 @@ class ShardedLoader(Extension[T]):
     def weft_lengths(self) -> tuple[int | None, int | None]:
         """Batches that are left of the running or next iteration, and of its whole epoch with what it began with.
 
-        None where nobody knows.
+        None where that is unknown.
         """
         reading, now = self.weft_reading, self._current()
         todo, whole = reading.measured(now.todo), reading.measured(now.whole)

@@ -7,7 +7,7 @@ rank order. So the ranks' pieces, joined, are the order itself, at every world s
 of the order of one epoch; a resumed run has one or more of them to read.
 
 A step may also have a fixed number of units, `step_units`, at any number of ranks: then the pieces differ by at most
-one unit, and whoever reads, the steps are the same.
+one unit, and the steps are the same at any number of ranks.
 
 With `costs` the units of a step are divided into pieces of nearly equal cost, which may have different numbers of
 units. The step is still that span of the order, so a position means the same at every world size.
@@ -74,9 +74,9 @@ class SplitPlan(NamedTuple):
     def num_steps(self, units: int) -> int:
         """Steps in which so many units are used up."""
         full, rest = divmod(units, self.per_step)
-        return full + (1 if self.rest_counts(rest) else 0)
+        return full + (1 if self.rest_makes_step(rest) else 0)
 
-    def rest_counts(self, rest: int) -> bool:
+    def rest_makes_step(self, rest: int) -> bool:
         """Whether so many units left over make a step."""
         if rest == 0 or self.drop_last:
             return False
@@ -125,7 +125,7 @@ class SplitPlan(NamedTuple):
         mine, whole = self.full_share
         for first in range(start + mine, start + full * self.per_step, self.per_step):
             yield order[first : first + whole], whole
-        if self.rest_counts(rest):
+        if self.rest_makes_step(rest):
             first, count = self.share(rest)
             piece = order[stop - rest + first : stop - rest + first + count]
             if self.uneven == "pad":  # the order goes round: its first units come again until the step is full

@@ -99,7 +99,7 @@ class StreamSteps(IterableDataset[StreamStep]):
     Attributes:
         dataset: The user's.
         total: Its length; None if it does not tell.
-        resumed: Where a run goes on that was interrupted there.
+        resumed: Where an interrupted run continues.
         worker_start: What a worker has done when it began; None without workers.
         number: Of the loader, the same on all ranks.
         visits: How often each epoch was begun.
@@ -159,7 +159,7 @@ class StreamSteps(IterableDataset[StreamStep]):
         if self.selective:
             return self._selected(number, start, place, stride)
         seed = mix(self.seed, number, "order")
-        steps = _a_while_at_a_time(_StreamReader(self, number, start).steps(place, stride), seed)
+        steps = _in_time_slices(_StreamReader(self, number, start).steps(place, stride), seed)
         if self.state is None:
             return steps
         running = self._noted(steps, self.state, seed)
@@ -325,7 +325,7 @@ class _StreamReader:
             if not ahead:
                 rest = len(chunk) % size
                 self.check_end(position + len(chunk), rest)
-                if rest and not self.plan.rest_counts(rest):
+                if rest and not self.plan.rest_makes_step(rest):
                     break
             if mine:
                 yield self._step(chunk, position, mark, last=not ahead)
@@ -337,7 +337,7 @@ class _StreamReader:
         if owner.total is not None and total != owner.total:
             raise _untrue_length(total, owner.total)
         self.plan.check(rest, f"the stream, {total} samples long,")
-        if total == rest > 0 and not self.plan.rest_counts(rest):
+        if total == rest > 0 and not self.plan.rest_makes_step(rest):
             found = f"{total} samples for {self.plan.size} ranks x {self.plan.per_rank}"
             warn_of_no_step("the stream ended before there was a step", found, stacklevel=2)
 
@@ -436,7 +436,7 @@ def _untrue_length(found: int, said: int) -> ContractError:
     )
 
 
-def _a_while_at_a_time(steps: Iterator[StreamStep], seed: int) -> Iterator[StreamStep]:
+def _in_time_slices(steps: Iterator[StreamStep], seed: int) -> Iterator[StreamStep]:
     """Run a reader with the random states of the stream, for about a millisecond, and hand out what came."""
     inside = RngState(
         random.Random(seed).getstate(),  # noqa: S311  (not for secrets)

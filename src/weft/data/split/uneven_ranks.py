@@ -26,7 +26,7 @@ class UnevenRanks:
 
     Attributes:
         uneven: "error" raises, "drop" ends with the shortest rank, "join" continues to the longest.
-        counts: Batches per epoch of each rank; None where nobody knows.
+        counts: Batches per epoch of each rank; None where that is unknown.
         per_step: Units of a full batch.
     """
 
@@ -67,7 +67,7 @@ class UnevenRanks:
                 raise
             raise _uneven(f"rank {sub.rank} ended after {number} batches, while rank {error.rank} has more") from error
         if len(set(counts)) > 1:
-            raise uneven_counts(counts)
+            raise uneven_counts_error(counts)
 
     def _joined(self, read: Batches, span: Span, sub: DistContext, left: Sequence[int]) -> Batches:
         """With numbers known beforehand nothing has to be sent, but to a rank that never had a batch."""
@@ -109,7 +109,7 @@ def _nothing(span: Span, given: BatchInfo) -> BatchInfo:
     return BatchInfo(span.epoch, given.ids, 0, empty=True)
 
 
-def uneven_counts(counts: Sequence[int]) -> ContextError:
+def uneven_counts_error(counts: Sequence[int]) -> ContextError:
     """The error for ranks with so many batches each."""
     return _uneven(listed(f"{count} batches on rank {rank}" for rank, count in enumerate(counts)))
 

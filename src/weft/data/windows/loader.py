@@ -12,7 +12,7 @@ from weft.checks import check_count
 from weft.contract import Stateful
 from weft.data.loader_copy import Extension, Size, extended_copy, length_of
 from weft.data.split.sharded_loader import ShardedLoader
-from weft.data.windows.splitter import WindowSplitter, unfinished
+from weft.data.windows.splitter import WindowSplitter, unfinished_window_error
 from weft.data.windows.window import Window
 from weft.errors import ContractError
 from weft.tensors.nested import rows_of
@@ -142,7 +142,7 @@ class _ShardedWindowLoader(_WindowLoader):
         """Raise in the middle of a window."""
         window = self.weft_splitter.sync.current
         if window is not None and not window.used_up and window.begun:
-            raise unfinished(window)
+            raise unfinished_window_error(window)
 
 
 class _StatefulWindowLoader(_WindowLoader):

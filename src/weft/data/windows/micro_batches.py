@@ -14,7 +14,7 @@ Planned = Callable[[int], Size] | None
 
 
 @dataclass(eq=False)
-class MicroBatches(Generic[B]):
+class WindowBatches(Generic[B]):
     """What a window reads from.
 
     Attributes:
@@ -92,7 +92,7 @@ class MicroBatches(Generic[B]):
         return (self.planned(self.first + number) if self.planned else None) or self._sizes[number] or (0, None)
 
     def sizes(self) -> list[Size]:
-        """Of all micro-batches; reads them if nobody knows the sizes beforehand."""
+        """Of all micro-batches; reads them if the sizes are not known beforehand."""
         if self.planned is None:
             self.read_all()
         return [self.size(number) for number in range(self.length)]

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from weft.checks import check_count
 from weft.data.loader_copy import Size
-from weft.data.windows.micro_batches import MicroBatches, Planned, raise_untrue_length
+from weft.data.windows.micro_batches import Planned, WindowBatches, raise_untrue_length
 from weft.data.windows.sync import WindowSync
 from weft.data.windows.window import Window
 from weft.errors import ContractError
@@ -81,7 +81,7 @@ class WindowSplitter(Generic[B]):
             ContractError: A window has begun, or micro-batches are carried over: they cannot be read again.
         """
         if self.sync.current is not None and not self.sync.current.used_up:
-            raise unfinished(self.sync.current)
+            raise unfinished_window_error(self.sync.current)
         if self.carried:
             raise ContractError(
                 "accumulate_grads: micro-batches that are carried over cannot be saved",
@@ -103,7 +103,7 @@ class WindowSplitter(Generic[B]):
 
         Args:
             batches: What is split.
-            length: How many there are; None: nobody knows.
+            length: How many there are; None: unknown.
             measure: The size of the batch that was read last.
             planned: The size of a batch by its number in this pass, if that is known for all ranks beforehand.
             ask: Called before a share is computed.
@@ -132,7 +132,7 @@ class WindowSplitter(Generic[B]):
                     self.windows = windows = windows + 1
                     sync.handed_out = number = sync.handed_out + 1
                     looked_at = have if left is None else 0
-                    micro_batches = MicroBatches(stream, have, planned, ask, first=first, looked_at=looked_at)
+                    micro_batches = WindowBatches(stream, have, planned, ask, first=first, looked_at=looked_at)
                     sync.current = micro_batches
                     yield Window(micro_batches, sync)
                     micro_batches.skip()
@@ -154,7 +154,7 @@ class WindowSplitter(Generic[B]):
                 self.began = None
 
 
-def unfinished(window: MicroBatches[Any]) -> ContractError:
+def unfinished_window_error(window: WindowBatches[Any]) -> ContractError:
     """What a save in the middle of a window raises."""
     return ContractError(
         "accumulate_grads: a window in progress cannot be saved, for its gradients cannot",

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from weft.context import DistContext
 from weft.contract import GradSync, ScattersGradients
-from weft.data.windows.micro_batches import MicroBatches
+from weft.data.windows.micro_batches import WindowBatches
 
 Reduce = Literal["last", "every", "scatter"]
 
@@ -35,7 +35,7 @@ class WindowSync:
     ctx: DistContext
     parts: tuple[str, ...] = ()
     handed_out: int = 0
-    current: MicroBatches[Any] | None = None
+    current: WindowBatches[Any] | None = None
     is_open: bool = False
     warned: bool = False
 
@@ -63,8 +63,8 @@ class WindowSync:
         if window == self.handed_out and self.is_open:
             self.is_open = False
             # Several modules are reduced in the order of their backward passes, which a rank that skipped them does not
-            # know; so all ranks have to have skipped the same ones. What averages over nobody is between ranks with the
-            # same batches, which skip them together.
+            # know; so all ranks have to have skipped the same ones. What averages over one rank is between ranks with
+            # the same batches, which skip them together.
             averaging = [sync for sync in self.syncs if sync.mean_over > 1]
             owing = [number for number, sync in enumerate(averaging) if getattr(sync, "owes", False)]
             if len(averaging) > 1 and owing and not left:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from weft.data.windows.micro_batches import MicroBatches
+from weft.data.windows.micro_batches import WindowBatches
 from weft.data.windows.sync import WindowSync
 from weft.errors import ContractError, listed, message, warn
 from weft.metrics import Count, per_rank, samples_of_all, total_count
@@ -25,7 +25,7 @@ from weft.tensors.sequence_order import part_of
 B = TypeVar("B")
 
 
-def _not_a_batch(kind: type[Exception], what: str) -> Exception:
+def _not_a_batch_error(kind: type[Exception], what: str) -> Exception:
     return kind(
         message(
             f"a window was {what}",
@@ -43,7 +43,7 @@ class Window(Generic[B]):
     only (`reduce="last"`), or in each one.
     """
 
-    def __init__(self, batches: MicroBatches[B], sync: WindowSync) -> None:
+    def __init__(self, batches: WindowBatches[B], sync: WindowSync) -> None:
         self._batches = batches
         self._sync = sync
         self._number = sync.handed_out
@@ -60,15 +60,15 @@ class Window(Generic[B]):
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
             """Refuse to be a tensor: what torch is given here was meant to be a batch."""
-            raise _not_a_batch(TypeError, f"passed to {getattr(func, '__name__', func)}")
+            raise _not_a_batch_error(TypeError, f"passed to {getattr(func, '__name__', func)}")
 
         def __getitem__(self, index: object) -> NoReturn:
-            raise _not_a_batch(TypeError, f"asked for its item {index!r}")
+            raise _not_a_batch_error(TypeError, f"asked for its item {index!r}")
 
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("__"):
                 raise AttributeError(name)
-            raise _not_a_batch(AttributeError, f"asked for its attribute {name!r}")
+            raise _not_a_batch_error(AttributeError, f"asked for its attribute {name!r}")
 
     def __iter__(self) -> Iterator[B]:
         """Yield the micro-batches; after a `break`, those that are left.
@@ -85,7 +85,7 @@ class Window(Generic[B]):
             )
         caller = sys._getframe(1)
         if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "UNPACK_SEQUENCE":
-            raise _not_a_batch(TypeError, "unpacked like a batch")
+            raise _not_a_batch_error(TypeError, "unpacked like a batch")
         self._iterated = True
         return self._micro_batches()
 

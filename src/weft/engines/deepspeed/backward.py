@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.engines.deepspeed.placeholders import StandIns, is_local
+from weft.engines.deepspeed.placeholders import GradientPlaceholders, is_local
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
 from weft.engines.torch.hooks.method_hooks import Removable
@@ -40,7 +40,7 @@ class BackwardPasses:
         enabled: Whether the next one reduces.
     """
 
-    stand_ins: StandIns
+    stand_ins: GradientPlaceholders
     stage: int
     peers: Peers
     shared: SharedBuffers | None
@@ -49,7 +49,7 @@ class BackwardPasses:
     _pending: bool = False  # gradients of this rank wait in `.grad`
     _reduced: set[nn.Parameter] = field(default_factory=set)  # in this backward pass
     _received: bool = False
-    _passes: list[_Pass] = field(default_factory=list)
+    _passes: list[_ForwardPass] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.names, self.buffers = self.stand_ins.names, self.stand_ins.buffers
@@ -65,7 +65,7 @@ class BackwardPasses:
         """The module was called: hook what it returned."""
         if self.shared is not None:
             self.shared.watch(output)
-        one = _Pass()
+        one = _ForwardPass()
         entrance = _weakly(self, lambda owner, _: owner.enter(one))
         for tensor in tensors(output):
             if tensor.requires_grad:
@@ -103,7 +103,7 @@ class BackwardPasses:
             self.stand_ins.start_anew()
             self._passes.clear()
 
-    def enter(self, one: _Pass) -> None:
+    def enter(self, one: _ForwardPass) -> None:
         """Backward comes back to the output of a forward pass."""
         if one not in self._passes:
             if one.used:
@@ -184,7 +184,7 @@ def raise_unused(class_name: str, names: Sequence[str]) -> NoReturn:
     )
 
 
-class _Pass:
+class _ForwardPass:
     """One forward pass of the module, and whether a backward pass came through it."""
 
     __slots__ = ("__weakref__", "used")

@@ -1,6 +1,6 @@
 """Where DeepSpeed's optimizers keep things: gradients, the weights it steps on, their state.
 
-Both of its optimizers step on flat tensors, of which each rank holds one part. `Place` says which elements of
+Both of its optimizers step on flat tensors, of which each rank holds one part. `FlatRange` says which elements of
 a parameter lie where in them; the two classes answer the same questions for stages 1 and 2, and for stage 3.
 
 [Note: always add] DeepSpeed overwrites its gradient buffers in the first backward pass after a step, which
@@ -22,7 +22,7 @@ from typing_extensions import override
 from weft.engines.deepspeed import internals
 
 
-class Place(NamedTuple):
+class FlatRange(NamedTuple):
     """Which elements of a flattened parameter this rank holds, and where.
 
     Attributes:
@@ -47,7 +47,7 @@ class _Buffers:
 
     def __init__(self, zero: Any) -> None:
         self._zero = zero
-        self.places: dict[nn.Parameter, Place] = {}
+        self.places: dict[nn.Parameter, FlatRange] = {}
         for hook in internals.HOOKS.of(zero):
             hook.remove()
         internals.HOOKS.set(zero, [])
@@ -74,7 +74,7 @@ class BuffersOfStages12(_Buffers):
             for parameter, offset in zip(parameters, zero.round_robin_bit16_offsets[group], strict=True):
                 start = max(begin - offset, 0)
                 count = max(min(offset + parameter.numel(), begin + size) - offset - start, 0)
-                self.places[parameter] = Place(group, max(offset - begin, 0), start, count)
+                self.places[parameter] = FlatRange(group, max(offset - begin, 0), start, count)
             self._row.update({p: row for row, p in enumerate(zero.params_in_partition[group])})
         parts = internals.PARTS.of(zero)
         flats = internals.WEIGHTS.of(zero)
@@ -210,7 +210,7 @@ class BuffersOfStage3(_Buffers):
             size, numel = parameter.partition_numel(), internals.NUMEL.of(parameter)
             start = min(size * internals.RANK_OF.of(zero)(parameter), numel)
             count = min(size, numel - start)
-            self.places[parameter] = Place(group, offset, start, count)
+            self.places[parameter] = FlatRange(group, offset, start, count)
             self._gradient_at[parameter] = at
             at += size
 
@@ -306,6 +306,6 @@ class BuffersOfStage3(_Buffers):
 Buffers: TypeAlias = BuffersOfStages12 | BuffersOfStage3
 
 
-def chunks_of(places: dict[nn.Parameter, Place], group: int) -> Iterator[tuple[nn.Parameter, Place]]:
+def chunks_of(places: dict[nn.Parameter, FlatRange], group: int) -> Iterator[tuple[nn.Parameter, FlatRange]]:
     """The parameters in one flat tensor."""
     yield from ((p, place) for p, place in places.items() if place.group == group)

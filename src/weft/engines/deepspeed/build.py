@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft import torch_internals
 from weft.engines.deepspeed import internals
 from weft.engines.deepspeed.buffers import Buffers, BuffersOfStage3, BuffersOfStages12
-from weft.engines.deepspeed.library import Attributes, GroupView, deepspeed, quietly, without_broadcasts
+from weft.engines.deepspeed.library import Attributes, GroupView, deepspeed, restore_process_state, without_broadcasts
 from weft.engines.deepspeed.parameters import Parameters
 from weft.engines.deepspeed.partition import Partition, PartitionOptions
 from weft.errors import value_error
@@ -31,7 +31,7 @@ def check_config(config: Mapping[str, Any], group: dist.ProcessGroup, local_rank
     kind = importlib.import_module("deepspeed.runtime.config").DeepSpeedConfig
     view = GroupView(group)
     try:
-        with quietly(local_rank):
+        with restore_process_state(local_rank):
             kind(dict(config), view)
     except (AssertionError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise value_error(
@@ -53,12 +53,12 @@ def partition(
     library = deepspeed()
     view = GroupView(group)
     if options.make_real is not None:
-        with quietly(options.local_rank), without_broadcasts():
+        with restore_process_state(options.local_rank), without_broadcasts():
             _make_real(module, view, options)
         options.moved()
     attributes = Attributes(module)
     inner, numbers = _twin(optimizer)
-    with quietly(options.local_rank), without_broadcasts():
+    with restore_process_state(options.local_rank), without_broadcasts():
         engine, *_ = library.initialize(model=module, optimizer=inner, config=dict(options.config), mpu=view)
         # It keeps names of modules and parameters for its error texts, and with them the model.
         internals.forget_names()

@@ -1,7 +1,7 @@
 """A configuration of DeepSpeed: what the pipeline owns is filled in, the rest passes through as it is.
 
 Pure functions over dicts. A key that the pipeline owns may be left out, be "auto", or have the value it has
-here anyway; anything else is a contradiction, and all of them are told at once.
+here anyway; anything else is a contradiction, and all of them are reported at once.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def check_accelerator(device: torch.device) -> None:
 
 
 def load_async_io() -> None:
-    """Load the extension that reads and writes disks; compile it first, for minutes, if nobody has.
+    """Load the extension that reads and writes disks; compile it first, which takes minutes, if needed.
 
     Raises:
         MissingExtra: A library or the compiler is missing, or compiling failed.
@@ -119,7 +119,7 @@ def _raise_no_async_io(why: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def quietly(local_rank: int) -> Iterator[None]:
+def restore_process_state(local_rank: int) -> Iterator[None]:
     """Around the making of an engine: what that changes in the process is as before afterwards."""
     logger = importlib.import_module("deepspeed.utils").logger
     stack: list[Any] = internals.modules_running.found
@@ -172,7 +172,7 @@ def without_broadcasts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lent(module: nn.Module | None, local_rank: int) -> Iterator[None]:
+def lend_process_state(module: nn.Module | None, local_rank: int) -> Iterator[None]:
     """What DeepSpeed wants to find in the process during a forward pass of stage 3, there for that time only.
 
     `LOCAL_RANK` in the environment, and the module at the bottom of a stack that it keeps for the process. What a

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from weft.engines.deepspeed import internals
-from weft.engines.deepspeed.buffers import Buffers, Place, chunks_of
+from weft.engines.deepspeed.buffers import Buffers, FlatRange, chunks_of
 from weft.engines.deepspeed.library import Attributes, GroupView
 from weft.engines.torch.steps.swapped import SHARED_STATE
 from weft.errors import ContractError, listed
@@ -152,7 +152,7 @@ class OptimizerState:
     def __init__(self, parameters: Parameters, buffers: Buffers) -> None:
         self._parameters = parameters
         self._buffers = buffers
-        self._is_new = True  # nobody has given state to DeepSpeed's optimizer
+        self._is_new = True  # DeepSpeed's optimizer was given no state yet
 
     @torch.no_grad()
     def show(self, optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None:
@@ -198,7 +198,7 @@ class OptimizerState:
                 self._fill(flat, state, given[parameter], place)
             buffers.close(group, changed=True)
 
-    def _fill(self, flat: torch.Tensor, state: Mapping[str, Any], given: Mapping[str, Any], place: Place) -> None:
+    def _fill(self, flat: torch.Tensor, state: Mapping[str, Any], given: Mapping[str, Any], place: FlatRange) -> None:
         for key, value in given.items():
             target = state[key]
             if _is_flat(target, flat):

@@ -18,9 +18,9 @@ from weft import torch_internals
 from weft.engines.deepspeed import internals
 from weft.engines.deepspeed.backward import BackwardPasses
 from weft.engines.deepspeed.buffers import Buffers
-from weft.engines.deepspeed.library import GroupView, lent
+from weft.engines.deepspeed.library import GroupView, lend_process_state
 from weft.engines.deepspeed.parameters import OptimizerState, Parameters
-from weft.engines.deepspeed.placeholders import StandIns
+from weft.engines.deepspeed.placeholders import GradientPlaceholders
 from weft.engines.deepspeed.step import Step
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.method_hooks import Removable, attach
@@ -87,7 +87,7 @@ class Partition:
         self._parameters = parameters
         self._state = OptimizerState(parameters, buffers)
         self._names = {p: name for name, p in module.named_parameters() if p in buffers.places}
-        self._stand_ins = StandIns(type(module).__name__, self._names, buffers, view)
+        self._stand_ins = GradientPlaceholders(type(module).__name__, self._names, buffers, view)
         shared = SharedBuffers(module) if options.buffers and any(True for _ in module.buffers()) else None
         self._passes = BackwardPasses(self._stand_ins, options.stage, options.peers, shared)
         self._step = Step(engine, groups, self._stand_ins, watches=options.stage < 3)
@@ -184,7 +184,7 @@ class Partition:
             return  # computed again, inside backward
         self._passes.restart_if_torn()
         if self.stage == 3:
-            self._lent.append(lent(self._module(), self._local_rank))
+            self._lent.append(lend_process_state(self._module(), self._local_rank))
             self._lent[-1].__enter__()
         internals.BEGIN_FORWARD.of(self.engine)((), {})
 

@@ -1,8 +1,8 @@
 """What stands in `p.grad` for gradients that lie in DeepSpeed's buffers.
 
 [Note: the truth is in p.grad] As in torch, `p.grad` says what gradient a parameter has. Between backward
-passes it holds a `CutGradient` in place of one that lies in DeepSpeed's buffers. Whoever sets it to None,
-`zero_grad`, a policy for gradients that are not finite, the user, drops the gradient: this is seen at the
+passes it holds a `CutGradient` in place of one that lies in DeepSpeed's buffers. Setting it to None, as
+`zero_grad`, a policy for gradients that are not finite or the user does, drops the gradient: this is seen at the
 next backward pass or step. After a step it is one that is spent, so that a forgotten `zero_grad` is seen.
 """
 
@@ -22,7 +22,7 @@ from weft.tensors.sharded_grad import CutGradient
 
 
 @dataclass(eq=False)
-class StandIns:
+class GradientPlaceholders:
     """The stand-ins of one module's gradients.
 
     Attributes:
@@ -121,7 +121,7 @@ def is_local(gradient: torch.Tensor | None) -> bool:
 
 
 def _piece_of(buffers: Buffers, parameter: nn.Parameter) -> Callable[[], torch.Tensor]:
-    # A gradient hangs on its parameter in C++: strong references here would close a cycle that nobody sees.
+    # A gradient hangs on its parameter in C++: strong references here would close a cycle that is never collected.
     holder, target = weakref.ref(buffers), weakref.ref(parameter)
 
     def piece() -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 from weft import torch_internals
 from weft.engines.deepspeed.backward import raise_unused
-from weft.engines.deepspeed.placeholders import StandIns, is_local
+from weft.engines.deepspeed.placeholders import GradientPlaceholders, is_local
 from weft.engines.torch.steps.swapped import check_no_closure
 from weft.errors import NotSynchronized, listed, message
 
@@ -29,7 +29,7 @@ class Step:
 
     engine: Any
     groups: Sequence[tuple[int, Mapping[str, Any]]]
-    stand_ins: StandIns
+    stand_ins: GradientPlaceholders
     watches: bool
     _versions: dict[nn.Parameter, int] = field(default_factory=dict)
     _done: bool = False

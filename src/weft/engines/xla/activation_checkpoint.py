@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from weft.engines.options import RecomputeOptions
 from weft.engines.probes import Schedule
-from weft.engines.torch.compute.activation_checkpoint import Checkpoint, no_cached_casts
+from weft.engines.torch.compute.activation_checkpoint import RecomputedBlock, no_cached_casts
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.errors import ContractError, value_error
 from weft.tensors.nested import tensors
@@ -52,7 +52,7 @@ class RecomputedOnXla:
         self._removable.remove()
 
 
-class _CheckpointOnXla(Checkpoint):
+class _CheckpointOnXla(RecomputedBlock):
     """What is done around the forward of one block."""
 
     @override

@@ -20,13 +20,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from weft.engines.xla import internals
-from weft.engines.xla.library import Library
+from weft.engines.xla.library import TorchXLA
 
 Plan = tuple[tuple[str, ...] | None, ...]  # for each dimension the mesh axes that cut it; None: whole
 _KEPT = "_weft_layout"
 
 
-class _Kept(NamedTuple):
+class _TensorLayout(NamedTuple):
     """What is kept beside a parameter or buffer.
 
     Attributes:
@@ -52,7 +52,9 @@ class Laid:
             parts = whole
             if over and isinstance(tensor, nn.Parameter):
                 parts = _cut(tuple(tensor.shape), over, mesh.shape()[over[0]])
-            vars(tensor)[_KEPT] = _Kept(parts if cut == "all" else whole, parts if cut in ("all", "state") else None)
+            vars(tensor)[_KEPT] = _TensorLayout(
+                parts if cut == "all" else whole, parts if cut in ("all", "state") else None
+            )
         lay(mesh, [module])
 
     # Gradients are sums over the batch of all devices in every backward; there is nothing to switch.
@@ -99,7 +101,7 @@ def lay_state(mesh: Any, optimizer: torch.optim.Optimizer) -> None:
 class StepEnd:
     """A hook on all optimizers, also those that are made later; others than those of XLA are left alone."""
 
-    def __init__(self, lib: Library, mesh: Any) -> None:
+    def __init__(self, lib: TorchXLA, mesh: Any) -> None:
         self._lib = lib
         self._mesh = mesh
         self._handle = register_optimizer_step_post_hook(self._after_step)
@@ -117,9 +119,9 @@ class StepEnd:
         self._lib.torch_xla.sync()
 
 
-def plans_of(tensor: torch.Tensor) -> _Kept | None:
+def plans_of(tensor: torch.Tensor) -> _TensorLayout | None:
     """What was decided for a tensor."""
-    found: _Kept | None = vars(tensor).get(_KEPT)
+    found: _TensorLayout | None = vars(tensor).get(_KEPT)
     return found
 
 

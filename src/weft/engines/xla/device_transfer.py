@@ -1,7 +1,7 @@
 """Modules, batches and values to the devices of XLA, and back.
 
 [Note: same objects] `Module.to` would make new parameters, because memory of XLA cannot stand in for that of the
-CPU: an optimizer made before would go on with the old ones, and tied weights would come apart. Here the
+CPU: an optimizer made before would keep the old ones, and tied weights would no longer be tied. Here the
 contents of both are exchanged, so that every tensor stays the object that it is.
 """
 
@@ -17,7 +17,7 @@ from torch import nn
 from weft.engines.torch.hooks.every_optimizer import optimizers_of
 from weft.engines.xla import internals
 from weft.engines.xla.device_layout import batch_plan
-from weft.engines.xla.library import Library
+from weft.engines.xla.library import TorchXLA
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.nested import map_leaves, moves_itself
@@ -72,7 +72,7 @@ def _exchange(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def send(
-    value: Any, device: torch.device, skip: frozenset[str], lib: Library, mesh: Any, data_axes: Mapping[str, int]
+    value: Any, device: torch.device, skip: frozenset[str], lib: TorchXLA, mesh: Any, data_axes: Mapping[str, int]
 ) -> Any:
     """Put a nested value on the devices, the rows of tensors shared out among those along `data_axes`."""
 
@@ -91,10 +91,10 @@ def send(
     return map_leaves(put, value)
 
 
-def prefetch(batches: Iterable[Any], move: Callable[[Any], Any], lib: Library) -> Iterator[Any]:
+def prefetch(batches: Iterable[Any], move: Callable[[Any], Any], lib: TorchXLA) -> Iterator[Any]:
     """Yield every batch on the devices; the copy of the next one runs while this one is used.
 
-    Where no gradients are wanted nobody steps, so the work on each batch is a graph of its own.
+    Where no gradients are wanted no optimizer steps, so the work on each batch is a graph of its own.
     """
     moved = map(move, batches)
     ahead = next(moved, _END)
@@ -105,7 +105,7 @@ def prefetch(batches: Iterable[Any], move: Callable[[Any], Any], lib: Library) -
             lib.torch_xla.sync()
 
 
-def fetch(tensors: Mapping[str, torch.Tensor], lib: Library) -> dict[str, torch.Tensor]:
+def fetch(tensors: Mapping[str, torch.Tensor], lib: TorchXLA) -> dict[str, torch.Tensor]:
     """The values of tensors in the memory of the CPU, all in one go."""
     names = [name for name, tensor in tensors.items() if tensor.device.type == "xla"]
     values = internals.to_cpu([tensors[name].detach() for name in names]) if names else []

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from weft.engines.results import Axes, Held
+from weft.engines.results import Axes, Releasable
 from weft.engines.torch.device.devices import TorchDevices
 from weft.engines.xla.device_layout import StepEnd
 from weft.engines.xla.device_transfer import fetch, place, prefetch, send
-from weft.engines.xla.library import Library, check_processes, library, use_spmd
+from weft.engines.xla.library import TorchXLA, check_processes, library, use_spmd
 from weft.errors import ContextError, value_error
 
 
@@ -37,7 +37,7 @@ class XlaDevices(TorchDevices):
         return type(self), (self.name, self.axes, self.data_axes)
 
     @property
-    def _lib(self) -> Library:
+    def _lib(self) -> TorchXLA:
         return library()
 
     @override
@@ -79,7 +79,7 @@ class XlaDevices(TorchDevices):
     def select(self, device: torch.device) -> None:
         """There is one."""
 
-    def begin(self, device: torch.device, seed: int) -> Held:
+    def begin(self, device: torch.device, seed: int) -> Releasable:
         """End the graph with every step of an optimizer; draw random numbers from `seed` on."""
         self.seed(device, seed)
         return StepEnd(self._lib, self._mesh)

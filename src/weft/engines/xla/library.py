@@ -19,7 +19,7 @@ from weft.errors import ContextError, MissingExtra
 _INSTALL = "pip install 'torchweft[xla]'  # torch-xla 2.9 and torch 2.9.0, in an environment of their own"
 
 
-class Library(NamedTuple):
+class TorchXLA(NamedTuple):
     """The parts of torch-xla that are used here.
 
     Attributes:
@@ -35,7 +35,7 @@ class Library(NamedTuple):
     spmd: Any
 
 
-def library() -> Library:
+def library() -> TorchXLA:
     """torch-xla itself; imported by the first call.
 
     Raises:
@@ -52,7 +52,7 @@ def library() -> Library:
             logging.root.handlers[:] = handlers
     names = ("torch_xla", "torch_xla.core.xla_model", "torch_xla.runtime", "torch_xla.distributed.spmd")
     package, model, runtime, spmd = (importlib.import_module(name) for name in names)
-    return Library(package, model, runtime, spmd)
+    return TorchXLA(package, model, runtime, spmd)
 
 
 def check_versions() -> None:
@@ -75,7 +75,7 @@ def _missing(problem: str, found: str, expected: str = "torch-xla, which is not 
     return MissingExtra(f'start: device = "xla"{problem}', found=found, expected=expected, fix=_INSTALL)
 
 
-def check_processes(lib: Library, world_size: int) -> None:
+def check_processes(lib: TorchXLA, world_size: int) -> None:
     """Raise if the processes of the job would not train together.
 
     Raises:
@@ -99,7 +99,7 @@ def check_processes(lib: Library, world_size: int) -> None:
         )
 
 
-def use_spmd(lib: Library) -> None:
+def use_spmd(lib: TorchXLA) -> None:
     """Let the devices of this process be one mesh; for the rest of the process.
 
     Raises:

@@ -16,9 +16,9 @@ from typing import Any
 
 from weft.errors import ContextError
 from weft.launching.failures import PREEMPTED_TEXT, Ending
-from weft.launching.plan import Plan
+from weft.launching.plan import LaunchPlan
 from weft.launching.replicas.forms import fits
-from weft.launching.replicas.loss_log import say
+from weft.launching.replicas.loss_log import print_line
 from weft.launching.replicas.processes import LocalNode, LocalReplica
 from weft.launching.replicas.remote_nodes import facts_of_node
 from weft.peers.connect import store_of_launcher
@@ -45,11 +45,11 @@ _ORDERS = (
 class JoinedNode:
     """A node of a job that another launcher decides about."""
 
-    def __init__(self, plan: Plan, here: LocalNode, host: str, port: int, secret: str) -> None:
+    def __init__(self, plan: LaunchPlan, here: LocalNode, host: str, port: int, secret: str) -> None:
         """Find the store of the launcher that decides.
 
         Raises:
-            ContextError: Nobody serves a store there.
+            ContextError: No store is served there.
         """
         self.signalled = 0
         self._plan, self._here, self._host, self._port = plan, here, host, port
@@ -74,7 +74,7 @@ class JoinedNode:
         """Do it until the job ends, or this node is to leave it.
 
         Raises:
-            ContextError: Nobody there decides about replicas.
+            ContextError: No launcher there decides about replicas.
         """
         is_over = threading.Event()
         threading.Thread(target=self._guard, args=(is_over,), name="weft launch", daemon=True).start()
@@ -117,9 +117,9 @@ class JoinedNode:
                 self._here.number = order["node"]
                 self._here.joins(order["job"], self._host, self._port)
                 numbers = ", ".join(map(str, self._here.numbers()))
-                say(f"node {self._here.number} of the job at {self._where}, with replicas {numbers}")
+                print_line(f"node {self._here.number} of the job at {self._where}, with replicas {numbers}")
             elif "wait" in order:
-                say(f"the job at {self._where} has all its nodes; this launcher waits until one of them is lost")
+                print_line(f"the job at {self._where} has all its nodes; this launcher waits until one of them is lost")
             elif "start" in order and not self.signalled:
                 self._here.start(order["start"], order["attempt"])
             elif "leave" in order:

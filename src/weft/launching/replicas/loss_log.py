@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from weft.peers.quorum import Answer
 
 
-class Loss(NamedTuple):
+class LostReplica(NamedTuple):
     """A replica that has ended before the job.
 
     Attributes:
@@ -25,7 +25,7 @@ class Loss(NamedTuple):
         rank: The rank that has ended first.
         process: The id of its process.
         how: How that has ended, in words.
-        why: Its last words: the last line of its traceback, or why it was killed; "" if nobody knows.
+        why: Its last words: the last line of its traceback, or why it was killed; "" if that is unknown.
         time: When, in seconds since 1970.
     """
 
@@ -42,19 +42,19 @@ class Loss(NamedTuple):
         return f"replica {self.replica} (process {self.process}) ended {self.how}{why}"
 
 
-class Story:
+class LossLog:
     """What has become of the replicas of a job."""
 
     def __init__(self, most: int, path: Path | None) -> None:
         """Begin it; `most` replicas are those of the whole job, `path` is a file that lines are appended to."""
         self._most, self._path = most, path
-        self._lost: list[Loss] = []
+        self._lost: list[LostReplica] = []
         self._since: float | None = None
         self._step, self._count = 0, 0
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
 
-    def lost(self, loss: Loss, since: float, *, was_inside: bool) -> None:
+    def lost(self, loss: LostReplica, since: float, *, was_inside: bool) -> None:
         """A replica has ended; `since` then (on the monotonic clock) the others wait, if it made steps with them."""
         self._lost.append(loss)
         if was_inside:
@@ -65,7 +65,7 @@ class Story:
         seconds = None if self._since is None else now - self._since
         after = "" if seconds is None else f", {seconds:.2f} s after the loss"
         who = f"; new: {', '.join(map(str, new))}" if answer.number > 1 and new else ""
-        say(f"from step {answer.step} on with {len(answer.members)} of {self._most} replicas{after}{who}")
+        print_line(f"from step {answer.step} on with {len(answer.members)} of {self._most} replicas{after}{who}")
         self._step, self._count = answer.step, len(answer.members)
         lost = tuple(map(str, self._lost))
         self._write({"new": list(new) if answer.number > 1 else [], "again": answer.again, "seconds": seconds})
@@ -86,7 +86,7 @@ class Story:
                 print(json.dumps({"step": self._step, "replicas": self._count, "elastic": found}), file=file)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line of the launcher."""
     sys.stderr.write(f"weft launch: {text}\n")
     sys.stderr.flush()

@@ -30,7 +30,7 @@ _FORMS = MappingProxyType(
 _MOST = 10_000  # messages that are read before something else has its turn
 
 
-class Messages:
+class LauncherMessages:
     """The side of the launcher that decides."""
 
     def __init__(self, board: RankStore, replica_ranks: int) -> None:

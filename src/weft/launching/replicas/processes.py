@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from weft.launching.failures import report_of
-from weft.launching.plan import Plan
+from weft.launching.failures import report_text
+from weft.launching.plan import LaunchPlan
 from weft.peers.replica_groups import REPLICA_VARIABLE
 from weft.peers.world import PREEMPTED
 
@@ -124,7 +124,7 @@ class Replica(ABC, Generic[N]):
         return self.done.issuperset(self.ranks)
 
     def ended(self) -> Ended | None:
-        """How it has ended; None if it has not. Whoever ends without having done its work has failed, with any code."""
+        """How it has ended; None if it has not. One that ends before its work is done has failed, with any code."""
         codes = self.exits
         failed = next((rank for rank, code in codes.items() if code not in (None, 0)), None)
         if failed is None:
@@ -172,7 +172,7 @@ class LocalReplica(Replica["LocalNode"]):
 
     def trace(self, rank: int) -> str:
         """See `Replica`."""
-        return report_of(self.folder, rank, self.attempt)
+        return report_text(self.folder, rank, self.attempt)
 
     @property
     def is_gone(self) -> bool:
@@ -210,7 +210,7 @@ class LocalNode:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LaunchPlan,
         target: Callable[..., None],
         arguments: Callable[[dict[str, str]], tuple[Any, ...]],
         folder: pathlib.Path,

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.launching.plan import Plan
-from weft.launching.replicas.loss_log import say
-from weft.launching.replicas.messages import Messages
+from weft.launching.plan import LaunchPlan
+from weft.launching.replicas.loss_log import print_line
+from weft.launching.replicas.messages import LauncherMessages
 from weft.launching.replicas.processes import Node, Replica
 
 TURN_S = 0.01  # between two looks at what launchers and replicas ask
@@ -38,7 +38,7 @@ class RemoteNode:
         replicas: That it was ordered to start, by name.
     """
 
-    def __init__(self, found: dict[str, Any], messages: Messages, replica_ranks: int, now: float) -> None:
+    def __init__(self, found: dict[str, Any], messages: LauncherMessages, replica_ranks: int, now: float) -> None:
         """Begin with what its launcher has said."""
         self.launcher, self.wanted, self.heard = found["launcher"], found["node"], now
         self.number = -1
@@ -124,7 +124,7 @@ class Nodes:
         waiting: Those that wait for one, in the order in which they came.
     """
 
-    def __init__(self, plan: Plan, messages: Messages, job: str) -> None:
+    def __init__(self, plan: LaunchPlan, messages: LauncherMessages, job: str) -> None:
         self.there: dict[str, RemoteNode] = {}
         self.waiting: dict[str, RemoteNode] = {}
         self._plan, self._messages, self._job = plan, messages, job
@@ -142,7 +142,7 @@ class Nodes:
             known = RemoteNode(found, self._messages, self._plan.replica_ranks, now)
             refused = self._refusal(found)
             if refused:
-                say(f"refused: the launcher {name}: {refused}")
+                print_line(f"refused: the launcher {name}: {refused}")
                 known.order(leave=1, why=refused)
                 return
             self.waiting[name] = known
@@ -220,6 +220,6 @@ class Nodes:
         return not self.there and not self.waiting
 
 
-def facts_of_node(plan: Plan) -> dict[str, Any]:
+def facts_of_node(plan: LaunchPlan) -> dict[str, Any]:
     """What has to be alike on all nodes."""
     return {"-n": plan.nproc, "--replica-ranks": plan.replica_ranks, "--nnodes": plan.nodes(":")}

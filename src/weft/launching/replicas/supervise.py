@@ -19,15 +19,15 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.environments import Topology
-from weft.launching.failures import PREEMPTED_TEXT, Ending, how_it_ended, last_words
-from weft.launching.plan import MEETING_S, Plan
+from weft.launching.failures import PREEMPTED_TEXT, Ending, exit_in_words, last_words
+from weft.launching.plan import MEETING_S, LaunchPlan
 from weft.launching.replicas.joined_node import JoinedNode
-from weft.launching.replicas.loss_log import Loss, Story, say
-from weft.launching.replicas.messages import Messages
+from weft.launching.replicas.loss_log import LossLog, LostReplica, print_line
+from weft.launching.replicas.messages import LauncherMessages
 from weft.launching.replicas.processes import GRACE_S, Ended, LocalNode, Node, Replica
 from weft.launching.replicas.remote_nodes import TURN_S, Nodes
 from weft.peers.connect import is_here, listen_at, not_connected
-from weft.peers.quorum import Answer, Ask, Loop, Quorums
+from weft.peers.quorum import Answer, Ask, LoopPosition, Quorums
 from weft.peers.replica_groups import STORE
 from weft.peers.store import RankStore
 from weft.peers.world import PREEMPTED
@@ -41,7 +41,7 @@ _PASSED_ON = tuple(
 )
 
 
-def supervise_replicas(plan: Plan, here: LocalNode, secret: str) -> Ending:
+def supervise_replicas(plan: LaunchPlan, here: LocalNode, secret: str) -> Ending:
     """Run the replicas of this node, and start those again that fail, each by itself.
 
     The launcher of the first node decides for all; those of the others do what it says.
@@ -57,13 +57,13 @@ def supervise_replicas(plan: Plan, here: LocalNode, secret: str) -> Ending:
     several = plan.most_nodes > 1
     host, _, port = (plan.rdzv if several and plan.rdzv else "127.0.0.1:0").rpartition(":")
     store = _serve(plan, host, int(port))
-    job: JoinedNode | _Job
+    job: JoinedNode | _ElasticJob
     if store is None:
         job = JoinedNode(plan, here, host, int(port), secret)
     else:
         here.joins(name := secrets.token_hex(8), host, store.port)
-        messages = Messages(RankStore(store, limit_s=_ANSWER_S, secret=secret).below(STORE), plan.replica_ranks)
-        job = _Job(plan, here, messages, Nodes(plan, messages, name))
+        messages = LauncherMessages(RankStore(store, limit_s=_ANSWER_S, secret=secret).below(STORE), plan.replica_ranks)
+        job = _ElasticJob(plan, here, messages, Nodes(plan, messages, name))
     for number in _PASSED_ON:
         signal.signal(number, job.pass_on)
     try:
@@ -73,7 +73,7 @@ def supervise_replicas(plan: Plan, here: LocalNode, secret: str) -> Ending:
             signal.signal(number, signal.SIG_IGN)  # nothing is left to end but this process, which has an exit code
 
 
-def _serve(plan: Plan, host: str, port: int) -> dist.TCPStore | None:
+def _serve(plan: LaunchPlan, host: str, port: int) -> dist.TCPStore | None:
     """The store of the job; None if another launcher serves it."""
     if not (is_here(host) if plan.node_rank is None else plan.node_rank == 0):
         return None
@@ -89,12 +89,12 @@ def _serve(plan: Plan, host: str, port: int) -> dist.TCPStore | None:
 
 
 @dataclass
-class _Job:
+class _ElasticJob:
     """The replicas of a job, and what this launcher decides about them."""
 
-    plan: Plan
+    plan: LaunchPlan
     here: LocalNode
-    messages: Messages
+    messages: LauncherMessages
     nodes: Nodes
     living: dict[str, Replica[Any]] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)  # how often each replica was started
@@ -110,7 +110,7 @@ class _Job:
     def __post_init__(self) -> None:
         self.most = self.plan.nproc * self.plan.most_nodes // self.plan.replica_ranks
         self.quorums = Quorums(least=self.plan.min_replicas or 1)
-        self.story = Story(self.most, None if self.plan.events is None else pathlib.Path(self.plan.events))
+        self.story = LossLog(self.most, None if self.plan.events is None else pathlib.Path(self.plan.events))
 
     def run(self) -> Ending:
         """Do it until the job has ended."""
@@ -119,7 +119,7 @@ class _Job:
             for number in self.here.numbers():
                 self.start(number, self.here)
             while not self.is_over():
-                self.turn()
+                self.wait_and_update()
             ending = _ending_of(self)
             code = ending.code
             return ending
@@ -141,7 +141,7 @@ class _Job:
         self.here.send(number)
         self.nodes.send(number)
 
-    def turn(self) -> None:
+    def wait_and_update(self) -> None:
         """Wait a moment, or until a process ends; then see what has changed."""
         sentinels = [one for replica in self.living.values() for one in replica.sentinels]
         multiprocessing.connection.wait(sentinels, timeout=TURN_S) if sentinels else time.sleep(TURN_S)
@@ -152,7 +152,7 @@ class _Job:
         self.see_nodes(now)
         for replica in list(self.living.values()):
             if replica.ended() is not None:
-                self.took_leave(replica, "", now)
+                self.handle_ended(replica, "", now)
             elif replica.is_stopped:
                 replica.stopped_since = replica.stopped_since or now
                 if now - replica.stopped_since > _STOPPED_S:
@@ -168,24 +168,24 @@ class _Job:
     def see_nodes(self, now: float) -> None:
         """Let go of nodes that are lost, and begin with new ones."""
         for node, why in self.nodes.lost(now):
-            say(f"{node} {why}")
+            print_line(f"{node} {why}")
             for replica in [one for one in self.living.values() if one.node is node]:
                 replica.kill()
-                self.took_leave(replica, f"its launcher {why}", node.heard)
+                self.handle_ended(replica, f"its launcher {why}", node.heard)
             self.given_up.difference_update(self.nodes.numbers_of(node))
         for node in self.nodes.placed():
             numbers = self.nodes.numbers_of(node)
-            say(f"{node} has come, with replicas {', '.join(map(str, numbers))}")
+            print_line(f"{node} has come, with replicas {', '.join(map(str, numbers))}")
             for number in numbers:
                 self.start(number, node)
 
     def kill(self, replica: Replica[Any], why: str, since: float) -> None:
         pids = ", ".join(map(str, replica.pids.values()))
-        say(f"replica {replica.number} (process {pids}) {why}, and is killed")
+        print_line(f"replica {replica.number} (process {pids}) {why}, and is killed")
         replica.kill()
-        self.took_leave(replica, f"it {why}", since)
+        self.handle_ended(replica, f"it {why}", since)
 
-    def took_leave(self, replica: Replica[Any], why: str, since: float) -> None:
+    def handle_ended(self, replica: Replica[Any], why: str, since: float) -> None:
         """A replica has ended: it is done, or it is started again, or it was one too many."""
         del self.living[replica.name]
         self.here.replicas.pop(replica.name, None)
@@ -205,8 +205,8 @@ class _Job:
         self.lose(replica, ended, why or replica.refused or undone, since, was_inside=was_inside)
 
     def lose(self, replica: Replica[Any], ended: Ended, why: str, since: float, *, was_inside: bool) -> None:
-        how, trace = how_it_ended(ended.code), ended.trace
-        loss = Loss(replica.number, ended.rank, ended.process, how, why or last_words(trace), time.time())
+        how, trace = exit_in_words(ended.code), ended.trace
+        loss = LostReplica(replica.number, ended.rank, ended.process, how, why or last_words(trace), time.time())
         text = f"{trace}\nweft launch: {loss._replace(why=why)}".lstrip()
         code = ended.code if ended.code > 0 else 128 - ended.code
         self.failed = Ending(code if ended.code else 1, text, ended.rank, trace)
@@ -216,16 +216,16 @@ class _Job:
     def replace(self, replica: Replica[Any], said: str) -> None:
         """Start a replica again that was lost, if that is of use."""
         if replica.node.is_leaving or self.signalled:
-            say(said)
+            print_line(said)
         elif self.finished:
-            say(said)
+            print_line(said)
             self.waiting.append(replica)
         elif self.restarts < self.plan.max_restarts and not replica.refused:  # the next one would be refused, too
             self.restarts += 1
-            say(f"{said}; it is started again, {self.restarts} of {self.plan.max_restarts} times")
+            print_line(f"{said}; it is started again, {self.restarts} of {self.plan.max_restarts} times")
             self.start(replica.number, replica.node)
         else:
-            say(said)
+            print_line(said)
             self.given_up.add(replica.number)
 
     def look_for_early(self, now: float) -> None:
@@ -252,13 +252,13 @@ class _Job:
                 if found["rank"] in replica.ranks and found["done"]:
                     replica.done.add(found["rank"])
                 if found["rank"] == replica.ranks[0]:
-                    loop = Loop(found["step"], found["inside"], found["whole"])
-                    self.quorums.says(replica.name, loop)
+                    loop = LoopPosition(found["step"], found["inside"], found["whole"])
+                    self.quorums.note_position(replica.name, loop)
 
     def ask(self, name: str, ask: Ask, now: float) -> None:
         refused = self.quorums.ask(name, ask, now)
         if refused:
-            say(f"refused: {refused}")
+            print_line(f"refused: {refused}")
             self.messages.answer(name, Answer(refused=refused)._asdict())
             if name in self.living:
                 self.living[name].refused = refused
@@ -296,7 +296,7 @@ class _Job:
             return True
         if self.finished and not any(one.was_inside for one in self.living.values()):
             ranks = ", ".join(str(one.number) for one in self.living.values())
-            say(f"the job has ended before replica {ranks} could join it")
+            print_line(f"the job has ended before replica {ranks} could join it")
             return True
         if ends or (len(self.living) >= self.quorums.least and not self.waits_for_nodes):
             self.short_since = None
@@ -318,7 +318,7 @@ class _Job:
         self.nodes.wait_until_gone(2 * GRACE_S)
 
 
-def _ending_of(job: _Job) -> Ending:
+def _ending_of(job: _ElasticJob) -> Ending:
     if job.finished and (not job.failed.code or len(job.finished) >= job.quorums.least):
         return Ending()
     if job.preempted and not job.failed.code:

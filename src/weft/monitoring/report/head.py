@@ -21,7 +21,7 @@ _MOST_RANKS = 16  # in a table
 Row = tuple[str, ...]
 
 
-def starts(run: Run) -> tuple[dict[str, str], list[Row]]:
+def common_settings(run: Run) -> tuple[dict[str, str], list[Row]]:
     """What all starts of a run have in common; and if there are several, a table of the rest with its head."""
     described = [_described(program) for program in run.programs]
     names = dict.fromkeys(name for each in described for name in each)
@@ -33,7 +33,7 @@ def starts(run: Run) -> tuple[dict[str, str], list[Row]]:
     return common, [("start", *differ), *rows]
 
 
-def about(run: Run) -> dict[str, str]:
+def summary_cell(run: Run) -> dict[str, str]:
     """A run in one column of several: what differs between its starts, one after the other."""
     described = [_described(program) for program in run.programs]
     names = dict.fromkeys(name for each in described for name in each)
@@ -81,7 +81,7 @@ def cards(run: Run) -> dict[str, str]:
     return found
 
 
-def finals(run: Run) -> dict[str, str]:
+def final_values(run: Run) -> dict[str, str]:
     """The last step, and the last value of each series; of memory the highest."""
     found = {"Step": f"{_last_step(run):,}"}
     for name, text in _last_values(run).items():

@@ -1,4 +1,4 @@
-"""One page of HTML about a run, or about several side by side. It loads nothing and asks nobody.
+"""One page of HTML about a run, or about several side by side. It loads nothing from the network.
 
 [Note: the page's policy] Scripts and styles on the page are allowed by their hash only, and nothing may be loaded or
 evaluated: what a log brings in cannot run, even if it got past the escaping. plotly.js needs no eval for the kinds of
@@ -22,10 +22,10 @@ from pathlib import Path
 
 from weft.checks import import_extra
 from weft.monitoring.report.charts import MEMORY, Chart, charts_of, trace_chart
-from weft.monitoring.report.head import about, cards, finals, memory_rows, starts
+from weft.monitoring.report.head import cards, common_settings, final_values, memory_rows, summary_cell
 from weft.monitoring.report.lost_replicas import replica_rows
 from weft.monitoring.report.read_run import EXPLAIN, read
-from weft.monitoring.report.rehearsals import facts, message_rows, rehearsal_charts
+from weft.monitoring.report.rehearsals import message_rows, rehearsal_charts, rehearsal_facts
 from weft.monitoring.report.run import Run
 
 _EVENTS = ("preempted", "failure")  # names of texts that say why a program ended
@@ -189,9 +189,9 @@ def _names(runs: Sequence[Run]) -> list[str]:
 def _head(runs: Runs) -> str:
     if len(runs) == 1:
         (run,) = runs.values()
-        common, table = starts(run)
+        common, table = common_settings(run)
         return _pairs("about", common or _ranks(run)) + _table_of(table, _RECORDS) + _pairs("facts", cards(run))
-    columns = [about(run) or _ranks(run) for run in runs.values()], [finals(run) for run in runs.values()]
+    columns = [summary_cell(run) or _ranks(run) for run in runs.values()], [final_values(run) for run in runs.values()]
     return "<h2>Final values</h2>".join(_table(["", *runs], _side_by_side(each), "runs") for each in columns)
 
 
@@ -250,7 +250,7 @@ def _profiles(runs: Runs, charts: list[Chart]) -> str:
 def _rehearsals(runs: Runs, charts: list[Chart]) -> str:
     parts: list[str] = []
     for name, found in ((name, found) for name, run in runs.items() for found in run.rehearsals):
-        inner = _pairs("facts", facts(found)) + _figures(rehearsal_charts(found), charts)
+        inner = _pairs("facts", rehearsal_facts(found)) + _figures(rehearsal_charts(found), charts)
         head = ("messages of a step", "axis", "ranks", "count", "whole", "sent")
         inner += _table(head, message_rows(found), _RECORDS)
         parts.append(_details(f"{name}: {found['program']}, before it runs", inner, opened=not parts))

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from weft.monitoring.report.lost_replicas import replica_rows
-from weft.monitoring.report.rehearsals import facts, message_rows, rehearsal_charts
+from weft.monitoring.report.rehearsals import message_rows, rehearsal_charts, rehearsal_facts
 from weft.monitoring.report.run import Rehearsed, Run
 from weft.monitoring.report.trace_events import read_trace
 
@@ -74,7 +74,7 @@ def read(folder: str | Path) -> Run:
 
 @contextlib.contextmanager
 def _problems(run: Run, path: Path) -> Iterator[None]:
-    """Note what cannot be read, or is not what it should be, and go on with the next file."""
+    """Note what cannot be read, or is not what it should be, and continue with the next file."""
     try:
         yield
     except (OSError, *_WRONG) as error:
@@ -268,7 +268,7 @@ def _read_json(run: Run, path: Path) -> None:
         trace, found = read_trace(path), _rehearsals(path)
         _check_text([None if trace is None else [trace.host, trace.device], found])
         for one in found:
-            _ = facts(one), rehearsal_charts(one), list(message_rows(one))  # raise if it cannot be shown
+            _ = rehearsal_facts(one), rehearsal_charts(one), list(message_rows(one))  # raise if it cannot be shown
         run.traces += [trace] if trace is not None else []
         run.rehearsals += found
         if trace is not None or found:

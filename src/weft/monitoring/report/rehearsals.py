@@ -34,7 +34,7 @@ def _in_units(title: str, rows: Mapping[str, Mapping[str, int]]) -> Chart:
     return bars(title, unit, list(rows), lines)
 
 
-def facts(found: Rehearsed) -> dict[str, str]:
+def rehearsal_facts(found: Rehearsed) -> dict[str, str]:
     """What was rehearsed, and what it took for granted."""
     mesh = ", ".join(f"{name}={size}" for name, size in found["mesh"])
     steps = [each["peak"] for each in found["timeline"] if each["label"] != "build"] or [found["peak"]]

@@ -18,7 +18,7 @@ from torch import nn
 
 from weft import torch_internals
 from weft.rehearsal.memory import Holder, Memory, Moment
-from weft.rehearsal.simulation.lines import place
+from weft.rehearsal.simulation.lines import code_position
 
 _HOLDERS = 8
 _ORDER = ("other", "activations", "gathered", "buffers", "gradients", "optimizer", "parameters")  # later ones win
@@ -83,7 +83,7 @@ class Allocations:
             return
         number = self._numbers[key] = len(self._kinds)
         self._watched[number] = weakref.ref(storage, lambda _: self._free(key, number))
-        line, caller, _ = place()
+        line, caller, _ = code_position()
         kind = "activations" if self._computes else "other"
         self._kinds.append({"strategy": "gathered", "optimizer": "other"}.get(caller, kind))
         self._lines.append(line)
@@ -99,7 +99,7 @@ class Allocations:
     def _resize(self, number: int, size: int) -> None:
         if self._sizes[number] != size:
             self._sizes[number] = size
-            self._events.append(_Event(number, size, place().line))
+            self._events.append(_Event(number, size, code_position().line))
 
     def _free(self, key: int, number: int) -> None:
         if self._numbers.get(key) == number:

@@ -22,7 +22,7 @@ _UNSEEN = tuple(f"{_TORCH}{name}" for name in ("_subclasses/", "_dynamo/", "_com
 _STRATEGIES = ("/distributed/fsdp/", "/distributed/_composable/", "/engines/torch/reducing/", "/engines/torch/fsdp/")
 
 
-class Place(NamedTuple):
+class CodePosition(NamedTuple):
     """Where a program is.
 
     Attributes:
@@ -38,14 +38,16 @@ class Place(NamedTuple):
     in_order: bool
 
 
-def place() -> Place:
+def code_position() -> CodePosition:
     """Where the program is now."""
     frame: FrameType | None = sys._getframe(1)
     caller, is_open, in_order, logs = "", True, False, False
     while frame is not None:
         owner = _owner(frame.f_code.co_filename)
         if owner == "user":
-            return Place(_line(frame.f_code.co_filename, frame.f_lineno), caller or "user", in_order and not logs)
+            return CodePosition(
+                _line(frame.f_code.co_filename, frame.f_lineno), caller or "user", in_order and not logs
+            )
         logs = logs or frame.f_code.co_filename == _LOGGING
         in_order = in_order or (owner != "python" and frame.f_code.co_filename.startswith(_CHECKING))
         if owner == "call":
@@ -54,7 +56,7 @@ def place() -> Place:
             caller, is_open = owner, False
         caller = caller or ("" if owner == "python" else "torch" if owner == "call" else owner)
         frame = frame.f_back
-    return Place("", caller, in_order)
+    return CodePosition("", caller, in_order)
 
 
 def line_in(error: BaseException) -> str | None:

@@ -16,7 +16,7 @@ _MOST_READS = 10_000  # at one line, in the few steps of a rehearsal
 
 
 class Endless(BaseException):
-    """A program goes on without end, as far as can be seen. Not an Exception, which it may catch."""
+    """A program does not end, as far as can be seen. Not an Exception, which it may catch."""
 
 
 class Numbers:

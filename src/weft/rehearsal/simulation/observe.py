@@ -21,7 +21,7 @@ from weft.rehearsal.simulation.messages import Traffic, functional_spaces
 Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
-class Observed:
+class ProgramObserver:
     """What is known of a program.
 
     Attributes:
@@ -78,7 +78,7 @@ class Observed:
 class Observer(torch_internals.dispatch_mode.base):  # type: ignore[misc, name-defined]
     """Passes every operation to `call`, and notes what comes of it."""
 
-    def __init__(self, found: Observed, call: Call) -> None:
+    def __init__(self, found: ProgramObserver, call: Call) -> None:
         super().__init__()
         self._found = found
         self._call = call
@@ -181,7 +181,7 @@ def _nothing_freed_by_chance() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def observing(found: Observed, call: Call = lambda func, args, kwargs: func(*args, **kwargs)) -> Iterator[None]:
+def observing(found: ProgramObserver, call: Call = lambda func, args, kwargs: func(*args, **kwargs)) -> Iterator[None]:
     """Note what the program does that runs inside."""
 
     def look(optimizer: Any, *_: Any) -> None:

@@ -36,7 +36,7 @@ from typing_extensions import override
 from weft import torch_internals
 from weft.errors import ContextError
 from weft.rehearsal.simulation.devices import autocast_alike, placed_alike, with_device_alike
-from weft.rehearsal.simulation.lines import place
+from weft.rehearsal.simulation.lines import code_position
 from weft.rehearsal.simulation.numbers import Numbers
 
 _MOST = 2**22  # elements of a tensor that has values
@@ -186,7 +186,7 @@ class Simulation:
         if self.knows(mask):
             with torch_internals.without_fakes():
                 return mask.nonzero()
-        line = place().line
+        line = code_position().line
         count = self._assume.get(line)
         if not isinstance(count, (int, float)):
             raise _unknown_size(func, mask, self._choosing)
@@ -201,7 +201,7 @@ class Simulation:
         *others, index = (out,) if isinstance(out, torch.Tensor) else out
         if dim is None or not torch_internals.fake_tensor.holds(index) or index.numel() > _MOST:
             return out
-        line, ways = place().line, given["self"].shape[dim]
+        line, ways = code_position().line, given["self"].shape[dim]
         declared = next((self._assume[key] for key in (line, "choices") if key in self._assume), None)
         if declared is None:
             self._choosing = line
@@ -220,12 +220,12 @@ class Simulation:
 
     def assume_finite(self) -> None:
         """The program asks whether numbers are finite, and is told so."""
-        line, _, in_order = place()
+        line, _, in_order = code_position()
         self.assumed[_IN_ORDER if in_order or not line else f"{line}: numbers are finite"] = None
 
     def read(self, tensor: torch.Tensor, kind: type[float] | None = None) -> Any:
         """A number that the program wants to know."""
-        line, _, in_order = place()
+        line, _, in_order = code_position()
         kind = kind or (bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int)
         if in_order or not line:
             self.assumed[_IN_ORDER] = None
@@ -327,7 +327,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def _unknown_size(func: Any, tensor: torch.Tensor, chosen: str | None, *, can_be_assumed: bool = True) -> ContextError:
-    line, number = place().line, tensor.numel()
+    line, number = code_position().line, tensor.numel()
     key, value, option = (line or "values", number, number) if chosen is None else (chosen, '"balanced"', "balanced")
     answer = f'weft.rehearse(..., assume={{"{key}": {value}}}), or --assume {key}={option}'
     if not can_be_assumed:
@@ -402,7 +402,7 @@ def _pickled(tensor: torch.Tensor, _: int) -> Any:
 def _unwritten(tensor: torch.Tensor) -> ContextError:
     return ContextError(
         "rehearse: tensors have shapes but no values, and the program writes one to a file",
-        found=f"{_described(tensor)}, at {place().line}",
+        found=f"{_described(tensor)}, at {code_position().line}",
         expected="checkpoints of weft, whose bytes are counted, or none within the steps that are rehearsed",
         fix="weft.save(state, folder, step, ctx)",
     )

@@ -1,7 +1,7 @@
 """Messages of a real run that are over when they are made, so that what is alive is no matter of chance.
 
 A thread of gloo lets go of a message some time after it has arrived, sooner or later from run to run. Here a message is
-waited for until nobody but the program holds its tensors; the program gets a work that is done, as from ranks that are
+waited for until only the program holds its tensors; the program gets a work that is done, as from ranks that are
 only pretended. Sends and receives are left alone: they wait for each other.
 """
 
@@ -21,7 +21,7 @@ _PAIRED = ("send", "recv_", "recv_any_source_")
 _LONGEST_S = 10.0
 
 
-def settled(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def finish_messages(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Do one operation; if it is a message, until it is over."""
     name = torch_internals.schema.of(func).name.partition("::")[2]
     tree_leaves = torch_internals.tree.found.tree_leaves

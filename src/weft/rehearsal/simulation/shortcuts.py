@@ -29,7 +29,7 @@ class _Chunks:
 
 
 @contextlib.contextmanager
-def shortcuts() -> Iterator[None]:
+def fewer_fsdp_chunks() -> Iterator[None]:
     """Let FSDP2 make the chunks that it uses, and no others."""
     module, name = torch_internals.chunk.home  # imported here: it takes half a second
     before = getattr(module, name)

@@ -30,7 +30,7 @@ from weft.sharding.layers.tensor_checks import (
 )
 from weft.sharding.layers.tensor_plan import blocks_around, tensor_plan
 from weft.sharding.layouts_over_axes import broadcast_state
-from weft.sharding.meta import Source, WeightSource, is_meta, place_real
+from weft.sharding.meta import MetaWeights, WeightSource, is_meta, place_real
 from weft.sharding.shard_checks import check_optimizers, check_weights, groups_of
 from weft.sharding.shard_module import exchange_parameters
 
@@ -92,7 +92,7 @@ def cut_layers(
         entries = exchange(ctx.require_collective(_WHAT), f"{_WHAT}: meta", {"meta": on_meta})
         on_meta = any(entry["meta"] for entry in entries)
     line = ctx.on(axis) if ranks > 1 else ctx.on(ctx.axes[0][0]) if ctx.world_size == 1 else ctx.on(axis)
-    source = Source(_WHAT, module, ctx, line, weights) if on_meta and not later else None
+    source = MetaWeights(_WHAT, module, ctx, line, weights) if on_meta and not later else None
     old = dict(module.named_parameters())
     if source is None:
         if later:

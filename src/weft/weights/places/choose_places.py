@@ -19,7 +19,7 @@ Places: TypeAlias = dict[int, str]
 Fill: TypeAlias = Callable[[Sequence[PlaceUnit], Sequence[int], int], set[int]]
 
 
-class Choice(NamedTuple):
+class ChosenPlaces(NamedTuple):
     """Where each unit lies, and the room that streaming takes at some places."""
 
     places: Places
@@ -31,7 +31,7 @@ def fast_places(budgets: Mapping[str, int]) -> list[str]:
     return [place for place in budgets if place not in ("cpu", "disk")] or [next(iter(budgets))]
 
 
-def choose_places(units: Sequence[PlaceUnit], budgets: Mapping[str, int], balance: str) -> Choice | None:
+def choose_places(units: Sequence[PlaceUnit], budgets: Mapping[str, int], balance: str) -> ChosenPlaces | None:
     """Choose a place for each unit; None if there is no room.
 
     Args:
@@ -43,7 +43,7 @@ def choose_places(units: Sequence[PlaceUnit], budgets: Mapping[str, int], balanc
     every = set(range(len(units)))
     whole = _balanced(units, fast, balance) or _packed(units, every, fast, in_order=False)
     if whole is not None:
-        return Choice(whole, {})
+        return ChosenPlaces(whole, {})
     slow = {place: size for place, size in budgets.items() if place not in fast}
     found = [one for one in _streaming(units, fast, slow) if one is not None]
     if not found:
@@ -105,7 +105,9 @@ def _least(units: Sequence[PlaceUnit], places: Sequence[str], caps: dict[str, in
 # -- some are streamed -------------------------------------------------------------------------------
 
 
-def _streaming(units: Sequence[PlaceUnit], fast: Mapping[str, int], slow: Mapping[str, int]) -> Iterator[Choice | None]:
+def _streaming(
+    units: Sequence[PlaceUnit], fast: Mapping[str, int], slow: Mapping[str, int]
+) -> Iterator[ChosenPlaces | None]:
     """A choice for each size of the slot and each order in which units are given what is left."""
     for room in sorted({unit.slot for unit in units if not unit.fixed}):
         for fill in (partial(_by_size, largest_first=True), partial(_by_size, largest_first=False), _in_order):
@@ -114,7 +116,7 @@ def _streaming(units: Sequence[PlaceUnit], fast: Mapping[str, int], slow: Mappin
 
 def _with_room(
     units: Sequence[PlaceUnit], fast: Mapping[str, int], slow: Mapping[str, int], room: int, fill: Fill
-) -> Choice | None:
+) -> ChosenPlaces | None:
     first = next(iter(fast))
     must = {i for i, unit in enumerate(units) if unit.fixed or unit.slot > room}
     free = [i for i in range(len(units)) if i not in must]
@@ -141,7 +143,7 @@ def _with_room(
         return None
     more = sum(sorted((units[i].slot for i in streamed), reverse=True)[:2])
     used = sum(units[i].size for i, place in places.items() if place == first)
-    return Choice(places | lies.places, {first: min(more, room + left[first] - used)} | lies.room)
+    return ChosenPlaces(places | lies.places, {first: min(more, room + left[first] - used)} | lies.room)
 
 
 def _as_fits(units: Sequence[PlaceUnit], stay: set[int], must: set[int], left: Mapping[str, int]) -> Places | None:
@@ -179,7 +181,7 @@ def _in_order(units: Sequence[PlaceUnit], free: Sequence[int], space: int) -> se
 
 def _on_slow(
     units: Sequence[PlaceUnit], streamed: Sequence[int], slow: Mapping[str, int], *, staged: bool
-) -> Choice | None:
+) -> ChosenPlaces | None:
     """Fill the slow places in their order; memory of the CPU also passes on what comes from a disk."""
     left, places = dict(slow), Places()
     for i in streamed:
@@ -190,13 +192,13 @@ def _on_slow(
         left[place] -= units[i].parameters
     largest = max((units[i].slot for i, place in places.items() if place == "disk"), default=0)
     if not (staged and largest and "cpu" in slow):
-        return Choice(places, {})
+        return ChosenPlaces(places, {})
     staging = min(largest, STAGING, slow["cpu"] // 4)
     while left["cpu"] < staging:
         back = max(i for i, place in places.items() if place == "cpu")
         places[back] = "disk"
         left["cpu"], left["disk"] = left["cpu"] + units[back].parameters, left["disk"] - units[back].parameters
-    return Choice(places, {"cpu": staging}) if left["disk"] >= 0 else None
+    return ChosenPlaces(places, {"cpu": staging}) if left["disk"] >= 0 else None
 
 
 def _streamed_in_order(units: Sequence[PlaceUnit], fast: Mapping[str, int]) -> int:

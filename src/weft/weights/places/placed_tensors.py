@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.checkpoint.format.transfer import Stored, Transfer, transfer
+from weft.checkpoint.format.transfer import Stored, Transfer, read_blocks
 from weft.engines.torch.streaming.placeholder import stand_in
 from weft.engines.torch.streaming.stream import StreamedPart, StreamedTensor
 from weft.errors import listed, value_error
@@ -21,11 +21,11 @@ from weft.tensors.blocks import whole
 from weft.tensors.remote_parameter import forget_elsewhere
 from weft.weights.assign import compare
 from weft.weights.places.plan_placement import PlacementPlan
-from weft.weights.sources import Source
+from weft.weights.sources import WeightFiles
 from weft.weights.targets import in_place_of, targets
 
 
-class _Placed:
+class _PlacedTensor:
     """One parameter or buffer.
 
     Attributes:
@@ -72,11 +72,11 @@ class PlacedTensors:
     """
 
     def __init__(
-        self, module: nn.Module, plan: PlacementPlan, source: Source | None, *, strict: bool, num_threads: int
+        self, module: nn.Module, plan: PlacementPlan, source: WeightFiles | None, *, strict: bool, num_threads: int
     ) -> None:
         plan.check(module)
         self._module, self._plan, self._source, self._threads = module, plan, source, num_threads
-        self._placed: dict[int, _Placed] = {}
+        self._placed: dict[int, _PlacedTensor] = {}
         for prefix, part in module.named_modules():
             for own, tensor in own_tensors(part):
                 if id(tensor) not in self._placed:
@@ -92,12 +92,14 @@ class PlacedTensors:
         self._check_values()
         self._verify()
 
-    def _settle(self, name: str, tensor: torch.Tensor) -> _Placed:
+    def _settle(self, name: str, tensor: torch.Tensor) -> _PlacedTensor:
         first, place = self._plan.computes_on[0], self._plan.place_of(name)
         streamed = place not in self._plan.computes_on and isinstance(tensor, nn.Parameter)
         if streamed:
-            return _Placed(name, tensor, None if place == "disk" else torch.device(place), streamed=True)
-        return _Placed(name, tensor, torch.device(place if place in self._plan.computes_on else first), streamed=False)
+            return _PlacedTensor(name, tensor, None if place == "disk" else torch.device(place), streamed=True)
+        return _PlacedTensor(
+            name, tensor, torch.device(place if place in self._plan.computes_on else first), streamed=False
+        )
 
     def _check_values(self) -> None:
         """Raise if a tensor has no values, or none on a disk."""
@@ -153,7 +155,7 @@ class PlacedTensors:
                 out.copy_(one.values, non_blocking=True)
         if stored:
             assert self._source is not None
-            transfer(self._source.files, stored, num_threads=num_threads)
+            read_blocks(self._source.files, stored, num_threads=num_threads)
 
     @torch.no_grad()
     def put(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.checkpoint.format.transfer import Transfer, transfer
+from weft.checkpoint.format.transfer import Transfer, read_blocks
 from weft.checks import check_module
 from weft.collectives.on_all_ranks import on_all
 from weft.context import Applied, DistContext
@@ -20,9 +20,9 @@ from weft.errors import OrderError, listed, value_error
 from weft.peers.pretended import check_not_pretended
 from weft.tensors.blocks import whole
 from weft.tensors.quantized import quantized_parts
-from weft.weights.assign import Placement, renamed
+from weft.weights.assign import WeightAssignment, renamed
 from weft.weights.quantization.quantized_layers import Quantizer, quantizer
-from weft.weights.sources import Source, floating_dtype, from_path
+from weft.weights.sources import WeightFiles, floating_dtype, from_path
 from weft.weights.stored_names import as_named_now
 
 M = TypeVar("M", bound=nn.Module)
@@ -195,18 +195,18 @@ def _load(
 ) -> None:
     """Read, quantize and put in place, layer by layer; then what is left."""
 
-    def settle() -> tuple[Source, Placement]:
+    def settle() -> tuple[WeightFiles, WeightAssignment]:
         source = as_named_now(from_path("quantized", path, "model"), module)
-        return source, Placement(module, source, ctx, elsewhere={}, strict=True, dtype=compute, what="quantized")
+        return source, WeightAssignment(module, source, ctx, elsewhere={}, strict=True, dtype=compute, what="quantized")
 
     source, fitting = on_all("quantized", ctx, settle)
     ctx.agree("quantized", fitting.facts())
 
-    def rest() -> Placement:
+    def rest() -> WeightAssignment:
         names = [name for name, _ in module.named_parameters()] + [name for name, _ in module.named_buffers()]
         own = {name for name in names if name.rpartition(".")[0] not in layers}
         left = renamed(source, lambda name: name if name in own else None)
-        return Placement(module, left, ctx, elsewhere={}, strict=True, dtype=compute, within=own)
+        return WeightAssignment(module, left, ctx, elsewhere={}, strict=True, dtype=compute, within=own)
 
     try:
         on_all("quantized", ctx, lambda: _swap(module, layers, source, how, compute, ctx))
@@ -223,7 +223,7 @@ def _load(
 def _swap(
     module: nn.Module,
     layers: dict[str, nn.Linear],
-    source: Source | None,
+    source: WeightFiles | None,
     how: Quantizer,
     compute: torch.dtype | None,
     ctx: DistContext,
@@ -248,8 +248,8 @@ def _swap(
         module.set_submodule(name, made)
 
 
-def _read(source: Source, name: str, dtype: torch.dtype) -> torch.Tensor:
+def _read(source: WeightFiles, name: str, dtype: torch.dtype) -> torch.Tensor:
     stored = source.tensors[name]
     out = torch.empty(stored.entry.shape, dtype=dtype)
-    transfer(source.files, [Transfer(stored, whole(stored.entry.shape), out)], num_threads=1)
+    read_blocks(source.files, [Transfer(stored, whole(stored.entry.shape), out)], num_threads=1)
     return out

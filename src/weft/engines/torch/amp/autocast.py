@@ -25,7 +25,7 @@ from weft import torch_internals
 from weft.engines.options import CastOptions
 from weft.engines.torch.amp.fp8_linear import multiply_in_fp8
 from weft.engines.torch.amp.loss_scale import LossScale
-from weft.engines.torch.amp.recast_saved_weights import casting_again, has_large_parameters
+from weft.engines.torch.amp.recast_saved_weights import has_large_parameters, recast_in_backward
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.tensors.nested import map_tensors
 
@@ -117,7 +117,7 @@ class PreciseModule:
             mode = torch.autocast(self._device_type, dtype, enabled, cache)
             mode.__enter__()
             if is_sharded and enabled and torch.is_grad_enabled() and self._casts_again:
-                again = casting_again()
+                again = recast_in_backward()
                 again.__enter__()
         self._entered.append((mode, again))
 

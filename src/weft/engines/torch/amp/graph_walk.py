@@ -53,7 +53,7 @@ class Survey(NamedTuple):
     nodes_inside: set[Any]
 
 
-def survey(roots: Iterable[Any], crosses: Callable[[Any], bool | None]) -> Survey:
+def walk_to_leaves(roots: Iterable[Any], crosses: Callable[[Any], bool | None]) -> Survey:
     """Walk from `roots`, which lie outside, to the leaves.
 
     Args:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.torch.amp.graph_walk import running_backward, survey
+from weft.engines.torch.amp.graph_walk import running_backward, walk_to_leaves
 from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.errors import ContractError, listed
 from weft.precision import LossScaling
@@ -76,13 +76,13 @@ class LossScale:
 
     def at_outputs(self, value: Any, dtype: torch.dtype | None) -> Any:
         """Multiply the gradient that enters through these tensors by S; cast the tensors, if a dtype is given."""
-        self.mend()
+        self.unscale_after_error()
         return self._mark(value, entering=True, dtype=dtype)
 
     def _mark(self, value: Any, *, entering: bool, dtype: torch.dtype | None = None) -> Any:
         def mark(tensor: torch.Tensor) -> torch.Tensor:
             if torch.is_grad_enabled() and _carries_gradient(tensor):
-                marked: torch.Tensor = _Border.apply(tensor, self, entering, dtype)  # type: ignore[no-untyped-call]
+                marked: torch.Tensor = _ScaleBorder.apply(tensor, self, entering, dtype)  # type: ignore[no-untyped-call]
                 return marked
             return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
@@ -141,7 +141,7 @@ class LossScale:
         self.found = check_finite(gradients, self._no, 1 / self.value)
         self._leaves, self._scaled = [], False
 
-    def mend(self) -> None:
+    def unscale_after_error(self) -> None:
         """If a backward pass raised half-way, bring what it left behind back to true units."""
         if self._session.was_torn() and self._scaled:
             self._unscale()
@@ -206,7 +206,7 @@ class LossScale:
             ContractError: A leaf is used inside and outside, or its gradient is to be returned.
         """
         running = running_backward()
-        seen = survey(running.roots(), self._crosses)
+        seen = walk_to_leaves(running.roots(), self._crosses)
         inside = {id(leaf): leaf for leaf in (*parameters, *seen.inside)}
         direct = [leaf for leaf in seen.outside if id(leaf) in inside]
         if direct:
@@ -229,7 +229,7 @@ class LossScale:
 
     def _crosses(self, node: Any) -> bool | None:
         """Whether a node of the graph leads into (True) or out of (False) this module; else None."""
-        if isinstance(node, torch_internals.NODE_CLASS.of(_Border)) and node.scale is self:
+        if isinstance(node, torch_internals.NODE_CLASS.of(_ScaleBorder)) and node.scale is self:
             return bool(node.entering)
         return None
 
@@ -246,7 +246,7 @@ def _check_wide(class_name: str, parameters: list[nn.Parameter]) -> None:
         )
 
 
-class _Border(torch.autograd.Function):
+class _ScaleBorder(torch.autograd.Function):
     """The identity, or a cast; on the way back, into or out of the scaled world of one module.
 
     The cast is part of it because logits are large: their gradient is scaled and cast in one pass, and nothing of its

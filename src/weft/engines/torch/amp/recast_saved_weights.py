@@ -23,7 +23,7 @@ def has_large_parameters(module: nn.Module) -> bool:
     return any(p.numel() >= _SMALL for p in module.parameters())
 
 
-def casting_again() -> torch.autograd.graph.saved_tensors_hooks:
+def recast_in_backward() -> torch.autograd.graph.saved_tensors_hooks:
     """A context in which autograd keeps parameters for the casts of them, and for views of these casts."""
     return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from weft import torch_internals
 from weft.engines.options import RecomputeOptions
 from weft.engines.probes import Schedule
-from weft.engines.torch.hooks.method_hooks import Removable, arounds, attach
+from weft.engines.torch.hooks.method_hooks import Removable, attach, call_routes
 from weft.engines.torch.probes.compare import digest
 from weft.engines.torch.probes.no_trace import keeps_activations
 from weft.errors import ContractError, ProbeFailed, listed, type_error, value_error
@@ -60,7 +60,7 @@ class Recomputed:
                 settings["respect_saved_tensors_hooks"] = False
         self.schedule = Schedule(options.probes, list(blocks))
         for name, block in blocks.items():
-            around = Checkpoint(name, block, settings, self.schedule, offload=options.offload)
+            around = RecomputedBlock(name, block, settings, self.schedule, offload=options.offload)
             attach(block, self._removable, around=around, methods=["forward"])
 
     def undo(self) -> None:
@@ -68,7 +68,7 @@ class Recomputed:
         self._removable.remove()
 
 
-class Checkpoint:
+class RecomputedBlock:
     """What is done around the forward of one block."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Checkpoint:
             nonlocal first, returned
             assert block is not None
             if not first:
-                with _kept(_statistics(block)):
+                with _values_restored(_statistics(block)):
                     output = call(*args, **kwargs)
                 if is_due:
                     with torch_internals.without_modes():
@@ -194,7 +194,7 @@ def _buffers(block: nn.Module) -> dict[str, _Version]:
 
 
 @contextlib.contextmanager
-def _kept(buffers: list[torch.Tensor]) -> Iterator[None]:
+def _values_restored(buffers: list[torch.Tensor]) -> Iterator[None]:
     """Put values back afterwards, also if the run is stopped early."""
     if not buffers:
         yield
@@ -222,20 +222,24 @@ def offloaded(module: nn.Module) -> list[str]:
     return [
         name or "the module itself"
         for name, part in module.named_modules()
-        if any(isinstance(one, Checkpoint) and one.offload for one in arounds(part, "forward"))
+        if any(isinstance(one, RecomputedBlock) and one.offload for one in call_routes(part, "forward"))
     ]
 
 
 def moves_statistics_twice(module: nn.Module) -> bool:
     """Whether norms with running statistics are in blocks that are run twice by `Recomputed`."""
-    blocks = [part for part in module.modules() if any(isinstance(one, Checkpoint) for one in arounds(part, "forward"))]
+    blocks = [
+        part
+        for part in module.modules()
+        if any(isinstance(one, RecomputedBlock) for one in call_routes(part, "forward"))
+    ]
     norms = [part for block in blocks for part in block.modules() if isinstance(part, torch_internals.norm_base.found)]
     return any(True for norm in norms for _ in norm.buffers(recurse=False))
 
 
 def _is_checkpointed(part: nn.Module) -> bool:
     return (
-        any(isinstance(around, Checkpoint) for around in arounds(part, "forward"))
+        any(isinstance(around, RecomputedBlock) for around in call_routes(part, "forward"))
         # torch's composable checkpoint and its checkpoint_wrapper, and the switch of transformers
         or "checkpoint" in (torch_internals.applied(part) or ())
         or any(cls.__name__ == "CheckpointWrapper" for cls in type(part).__mro__)
@@ -247,7 +251,7 @@ def saved_ops(save: Any) -> tuple[Any, ...]:
     """Resolve operations to save to those that are seen when a block runs.
 
     Raises:
-        ValueError: An unknown name, or an operation that is taken apart before it runs.
+        ValueError: An unknown name, or an operation that torch decomposes before it runs.
         TypeError: Neither a name nor an operation.
     """
     found: dict[Any, None] = {}

@@ -27,7 +27,7 @@ from weft.engines.torch.compute.activation_checkpoint import (
     no_cached_casts,
     offloaded,
 )
-from weft.engines.torch.hooks.method_hooks import Removable, Routed, arounds, attach
+from weft.engines.torch.hooks.method_hooks import Removable, Routed, attach, call_routes
 from weft.errors import listed, value_error
 
 
@@ -108,7 +108,7 @@ def already_compiled(module: nn.Module) -> list[str]:
 
 def _is_compiled(part: nn.Module) -> bool:
     return (
-        any(isinstance(around, _Compiled) for around in arounds(part, "forward"))
+        any(isinstance(around, _Compiled) for around in call_routes(part, "forward"))
         or not isinstance(torch_internals.COMPILED_CALL.of(part), (Routed, type(None)))
         or torch_internals.compiled_module.holds(part)
     )

@@ -56,7 +56,7 @@ class WeightAverages:
             _check_same(self._class_name, self._values, found)
         return found
 
-    def take(self, weight: float) -> None:
+    def update(self, weight: float) -> None:
         """Move the averages towards the module by `weight`; 1 makes them equal."""
         with torch.no_grad():
             for kept, now in _by_kind(self._values, self.live()):

@@ -20,7 +20,7 @@ from weft.engines.torch.hooks.method_hooks import Removable
 from weft.errors import value_error
 
 
-class _Ranks:
+class _NormGroup:
     """The group of a module; a copy of the module has none and normalises alone."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -31,17 +31,17 @@ class _Ranks:
     def release(self) -> None:
         self.group = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
-        return _Ranks(None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NormGroup:
+        return _NormGroup(None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Ranks, (None,)
+        return _NormGroup, (None,)
 
 
 class _OverRanks(torch_internals.batch_norm.base):  # type: ignore[name-defined, misc]
     """Mixed in before one of torch's batch norms."""
 
-    weft_ranks: _Ranks
+    weft_ranks: _NormGroup
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         group = self.weft_ranks.group
@@ -91,7 +91,7 @@ class Synchronized:
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._removable = Removable()
-        self._ranks = _Ranks(group)
+        self._ranks = _NormGroup(group)
         for child in module.modules():
             plain = _plain_class(child)
             if plain is not None:

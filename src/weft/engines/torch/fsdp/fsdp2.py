@@ -29,23 +29,23 @@ from weft.engines.peers import Peers
 from weft.engines.torch.amp.graph_walk import running_backward
 from weft.engines.torch.fsdp.gather_order import watch_order
 from weft.engines.torch.fsdp.own_parameters import OwnParameters
-from weft.engines.torch.fsdp.pending_gradients import HeldGradients
+from weft.engines.torch.fsdp.pending_gradients import PendingGradients
 from weft.engines.torch.fsdp.refusals import (
     allow_copies,
     check_reduces,
     check_without_gradients,
+    refuse_calls_of_parts,
     refuse_copies,
-    refuse_parts,
 )
 from weft.engines.torch.fsdp.remove import remove_fsdp
-from weft.engines.torch.fsdp.trained import Trained
+from weft.engines.torch.fsdp.trained import ShardedParameters
 from weft.engines.torch.fsdp.units import Units, called_as_forward
 from weft.engines.torch.fsdp.unused import Unused, watch_reductions
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.parameter_reads import explain_read
 from weft.engines.torch.parts.dtensor_reads import check_reads
-from weft.engines.torch.reducing.separate_reduction import ReducedApart
+from weft.engines.torch.reducing.separate_reduction import SeparateReduction
 from weft.engines.torch.reducing.strategy import Strategy
 from weft.tensors.dtensor import spec_of, state_of
 from weft.tensors.nested import tensors
@@ -70,12 +70,12 @@ class ShardedModule(Strategy):
         refuse_copies(self._what, module, self._removable)
         self._refused = Removable()  # of parts, until the module is called
         self._removable.add(self._refused.remove)
-        self._held = HeldGradients(self._what, self._class_name, self._units, peers)
+        self._held = PendingGradients(self._what, self._class_name, self._units, peers)
         self._unused = Unused(mesh.device_type)
         how = {name: options.apart.get(name, Reduction(group, self.mean_over)) for name in options.ignored}
-        apart = ReducedApart(how, options.dtype)
-        self._trained = Trained(self._what, module, self._units, apart, lambda: self._entrance)
-        refuse_parts(self._what, module, self._units.ids, options.methods, self._refused)
+        apart = SeparateReduction(how, options.dtype)
+        self._trained = ShardedParameters(self._what, module, self._units, apart, lambda: self._entrance)
+        refuse_calls_of_parts(self._what, module, self._units.ids, options.methods, self._refused)
         self._order = watch_order(self._what, module, list(self._units.groups()), group, peers, mesh.device_type)
         watch_reductions(self._units.groups(), self._unused, self._entrance)
         self._own = OwnParameters(self._what, module, self._units, self._removable)
@@ -151,7 +151,7 @@ class ShardedModule(Strategy):
         self._refused.remove()
         shared = torch_internals.STATE_SHARED.of(state_of(module))
         if self._session.was_torn() or shared.post_backward_final_callback_queued:
-            self._order.tear()
+            self._order.note_broken_pass()
             self._units.start_anew(module)
             self._held.drop()
         super()._before(module, args, kwargs)
@@ -173,7 +173,7 @@ class ShardedModule(Strategy):
             self._units.end_call(module)
         if torch_internals.STATE_TRAINING.of(state_of(module)) == torch_internals.IN_FORWARD.found:
             explain_read(self._what, module, sys.exception())
-            self._order.tear()
+            self._order.note_broken_pass()
             self._units.start_anew(module)
         elif torch.is_grad_enabled():
             _watch_backward(output, self._entrance)
@@ -258,7 +258,7 @@ class ShardedModule(Strategy):
 
     @override
     def reduced_in_backward(self) -> list[torch.Tensor]:
-        """The sharded parameters; none if those that nobody used get their gradient taken away when backward ends."""
+        """The sharded parameters; none if those that no rank used get their gradient taken away when backward ends."""
         return [] if self.finds_unused else [one.sharded_param for one in self._units.parameters()]
 
     @override

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from weft import torch_internals
 from weft.engines.torch.parts.left_gathered import drop_gathered
-from weft.tensors.blocks import full_tensor, laid_as
+from weft.tensors.blocks import full_tensor, redistributed_as
 from weft.tensors.dtensor import local, resting_parameters
 
 
@@ -45,8 +45,8 @@ def gathered(
                 for name, whole_one in module.named_parameters():
                     shard = shards[name]
                     if isinstance(shard, DTensor) and id(shard) in wanted:
-                        _spread(whole_one.data, shard, group)
-                        local(shard).copy_(local(laid_as(whole_one.detach(), shard)))
+                        _broadcast_first(whole_one.data, shard, group)
+                        local(shard).copy_(local(redistributed_as(whole_one.detach(), shard)))
                 for p in plain if group is not None else ():
                     dist.broadcast(p.data, group=group, group_src=0)
     finally:
@@ -88,7 +88,7 @@ def _take_hooks(module: nn.Module) -> list[tuple[dict[int, Any], int, Any]]:
     return found
 
 
-def _spread(values: torch.Tensor, shard: DTensor, group: dist.ProcessGroup | None) -> None:
+def _broadcast_first(values: torch.Tensor, shard: DTensor, group: dist.ProcessGroup | None) -> None:
     """Give all ranks the values of the first: those of the group, or where that has fewer, those of the mesh."""
     if group is not None and set(shard.device_mesh.mesh.flatten().tolist()).issubset(
         dist.get_process_group_ranks(group)

@@ -16,7 +16,7 @@ from torch import nn
 
 from weft import torch_internals
 from weft.engines.torch.hooks.method_hooks import Removable, attach
-from weft.engines.torch.hooks.program_lines import path
+from weft.engines.torch.hooks.program_lines import part_expression
 from weft.errors import ContractError
 
 
@@ -71,11 +71,12 @@ def _checking(name: str) -> Any:
         del kwargs
         device = next((value.device.type for value in args if isinstance(value, torch.Tensor)), "cpu")
         if not torch.is_autocast_enabled(device):
+            written = part_expression(name)
             raise ContractError(
                 f"with_precision: {name} computes without autocast, and its parameters are gathered in a lower dtype",
                 found=f"a {type(part).__name__} that is called where autocast is off",
                 expected="gather for layers that compute under autocast; another precision for the others",
-                fix=f'_, ctx = weft.with_precision({path(name)}, ctx, "fp32")  # before with_precision(model, ...)',
+                fix=f'_, ctx = weft.with_precision({written}, ctx, "fp32")  # before with_precision(model, ...)',
             )
 
     return check

@@ -40,15 +40,15 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Place:
+class _PathNode:
     """A place in the tree: the way that is expected from here, where it leads, and all that are known."""
 
     __slots__ = ("expected", "following", "ways")
 
     def __init__(self) -> None:
         self.expected: int | None = None
-        self.following: _Place  # set together with `expected`
-        self.ways: dict[int, _Place] = {}
+        self.following: _PathNode  # set together with `expected`
+        self.ways: dict[int, _PathNode] = {}
 
 
 class GatherOrder:
@@ -76,7 +76,7 @@ class GatherOrder:
         self._group: dist.ProcessGroup | None = group
         self._peers = peers
         self._device = device
-        self._root = self._place = _Place()
+        self._root = self._place = _PathNode()
         self._num_places = 0
         self._torn = False
         self._known: set[int] = set()  # steps that were taken
@@ -84,7 +84,7 @@ class GatherOrder:
         self._unchecked = weakref.WeakKeyDictionary(shares)  # by what FSDP2 keeps of units: their number
         self.forward = _FORWARD
 
-    def take(self, step: int) -> None:
+    def note_next(self, step: int) -> None:
         """Gather or reduce a unit next: `step` is `_NUM_KINDS` times its number, plus the kind.
 
         What is expected is done in as few calls as possible: it happens three times per unit and training step.
@@ -97,7 +97,7 @@ class GatherOrder:
 
     def end(self) -> None:
         """A backward pass that reduces has ended."""
-        self.take(_END)
+        self.note_next(_END)
         self._place = self._root
 
     def check_called(self, reduced: Collection[str]) -> None:
@@ -131,18 +131,18 @@ class GatherOrder:
         if gathered:
             self._unchecked.clear()
 
-    def begin_forward(self) -> _Place | None:
+    def begin_forward(self) -> _PathNode | None:
         """A call of the module begins. Returns where the path goes back to after it, if it is without gradients."""
         evaluates = not torch.is_grad_enabled()  # FSDP2 gathers without gradients in any case
         self.forward = _EVALUATION if evaluates else _FORWARD
         return self._place if evaluates else None
 
-    def end_forward(self, place: _Place | None) -> None:
+    def end_forward(self, place: _PathNode | None) -> None:
         """The call has ended; after an evaluation a program does what it would have done without it."""
         if place is not None:
             self._place = place
 
-    def tear(self) -> None:
+    def note_broken_pass(self) -> None:
         """A pass broke off. Whether on all ranks is asked before the next gather, if there is one."""
         self._torn = True
 
@@ -165,12 +165,12 @@ class GatherOrder:
             place.expected, place.following = step, following
         self._place = place.following
 
-    def _new_place(self) -> _Place:
+    def _new_place(self) -> _PathNode:
         self._num_places += 1
         if self._num_places > _MAX_PLACES:  # at the same moment on all ranks
             self._num_places = 0
-            self._root = _Place()
-        return _Place()
+            self._root = _PathNode()
+        return _PathNode()
 
     def _compare(self, step: int) -> None:
         if self._group is None:
@@ -263,7 +263,7 @@ class UnitGather(_Comm):
         """See `torch.distributed.fsdp.FSDPModule.set_custom_all_gather`."""
         order = self._order
         in_backward = torch_internals.graph_task_id() != -1
-        order.take(self._first + (_BACKWARD if in_backward else order.forward))
+        order.note_next(self._first + (_BACKWARD if in_backward else order.forward))
         if output_tensor.dtype.itemsize == 1:
             output_tensor, input_tensor = as_sent(output_tensor), as_sent(input_tensor)
         work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -282,6 +282,6 @@ class UnitReduce(_Comm):
         async_op: bool = False,
     ) -> dist.Work | None:
         """See `torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter`."""
-        self._order.take(self._first + _REDUCTION)
+        self._order.note_next(self._first + _REDUCTION)
         work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return work

@@ -18,7 +18,7 @@ from weft import torch_internals
 from weft.engines.torch.fsdp.units import Units
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable
-from weft.engines.torch.hooks.program_lines import applied
+from weft.engines.torch.hooks.program_lines import strategy_line
 from weft.engines.torch.parts.assigned_data import AssignedData
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import groups_of, state_of
@@ -109,7 +109,7 @@ class OwnParameters:
         if in_torch_func():
             fix = "model, ctx = weft.replicate(model, ctx)  # instead of sharding"
         elif not _in_functional_call():
-            fix = f"{applied(self._what)}  # after parameters are replaced, with an optimizer over the new ones"
+            fix = f"{strategy_line(self._what)}  # after parameters are replaced, with an optimizer over the new ones"
         elif torch.is_grad_enabled():
             fix = "model, ctx = weft.replicate(Adapted(model), ctx)  # a module whose forward calls functional_call"
         else:

@@ -19,7 +19,7 @@ from weft.errors import NotSynchronized
 from weft.tensors.dtensor import local
 
 
-class HeldGradients:
+class PendingGradients:
     """What the units hold; see [Note: gradients of a window].
 
     Attributes:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft import torch_internals
 from weft.engines.torch.amp.graph_walk import Running
-from weft.engines.torch.hooks.bypassed_forward import calls_past_forward
+from weft.engines.torch.hooks.bypassed_forward import calls_that_bypass_forward
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.parts.refuse_pickle import refuse_states
 from weft.errors import ContractError, listed
@@ -54,10 +54,10 @@ def _with_parameters(module: nn.Module) -> Iterator[nn.Module]:
     return (part for part in module.modules() if any(True for _ in part.parameters()))
 
 
-def refuse_parts(
+def refuse_calls_of_parts(
     what: str, module: nn.Module, sharded: Callable[[], Collection[int]], methods: Sequence[str], removable: Removable
 ) -> None:
-    """Let calls raise of parts whose parameters nobody gathers, in place of torch's error about DTensors.
+    """Let calls of parts whose parameters are never gathered raise, in place of torch's error about DTensors.
 
     Args:
         what: Name of the strategy.
@@ -76,7 +76,7 @@ def refuse_parts(
         names = {id(p): name for name, p in whole.named_parameters()} if whole is not None else {}
         held = [names[id(p)] for p in part.parameters(recurse=False) if id(p) in ids and id(p) in names]
         if held:
-            found, fix = calls_past_forward(what, held[0], whole, methods)
+            found, fix = calls_that_bypass_forward(what, held[0], whole, methods)
             raise ContractError(
                 f"{what}: {held[0]!r} of {type(whole).__name__.removeprefix('FSDP')} is used past forward, in shards",
                 found=found,

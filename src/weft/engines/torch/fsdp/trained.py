@@ -13,12 +13,12 @@ from weft.engines.peers import Peers
 from weft.engines.torch.fsdp.refusals import check_loaded
 from weft.engines.torch.fsdp.units import Units
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
-from weft.engines.torch.reducing.separate_reduction import ReducedApart
+from weft.engines.torch.reducing.separate_reduction import SeparateReduction
 from weft.engines.torch.steps.watch import Steps
 from weft.tensors.remote_parameter import is_elsewhere
 
 
-class Trained:
+class ShardedParameters:
     """Such parameters.
 
     Attributes:
@@ -32,7 +32,7 @@ class Trained:
         what: str,
         module: nn.Module,
         units: Units,
-        unsharded: ReducedApart,
+        unsharded: SeparateReduction,
         entrance: Callable[[], Callable[[torch.Tensor], Any]],
     ) -> None:
         self.unsharded = unsharded
@@ -86,7 +86,7 @@ class Trained:
             self.unsharded.take(dict(module.named_parameters()), self._entrance)
 
     def average_unsharded(self) -> list[str]:
-        """Average the gradients of parameters that FSDP2 does not cut, as `ReducedApart.average` does."""
+        """Average the gradients of parameters that FSDP2 does not cut, as `SeparateReduction.average` does."""
         return self.unsharded.average() if self.unsharded.named else []
 
     @torch_internals.untraced

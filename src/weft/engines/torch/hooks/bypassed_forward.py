@@ -9,11 +9,11 @@ from typing import NoReturn
 
 from torch import nn
 
-from weft.engines.torch.hooks.program_lines import path
+from weft.engines.torch.hooks.program_lines import part_expression
 from weft.errors import NotSynchronized, listed
 
 
-def raise_past_forward(
+def raise_bypassed_forward(
     what: str, name: str, module: nn.Module | None, kind: str, listed_methods: Sequence[str]
 ) -> NoReturn:
     """Raise for a gradient of parameter `name` that came through no call that the strategy knows of.
@@ -21,7 +21,7 @@ def raise_past_forward(
     Raises:
         NotSynchronized: The text names the methods that compute with the parameter, if there are any.
     """
-    found, fix = calls_past_forward(what, name, module, listed_methods)
+    found, fix = calls_that_bypass_forward(what, name, module, listed_methods)
     raise NotSynchronized(
         f"{what}: a gradient reached {name!r} of {kind} past forward, and would not be reduced",
         found=found,
@@ -30,14 +30,14 @@ def raise_past_forward(
     )
 
 
-def calls_past_forward(
+def calls_that_bypass_forward(
     what: str, name: str, module: nn.Module | None, listed_methods: Sequence[str]
 ) -> tuple[str, str]:
     """Which calls may compute with parameter `name` past forward, and what to write instead."""
     part = name.partition(".")[0]
     methods = [] if module is None else [m for m in methods_that_call(type(module), part) if m not in listed_methods]
     objects = "..." if what == "zero_partition" else "model, ctx"
-    whole = f"model(...)  # in place of {path(part)}(...)"
+    whole = f"model(...)  # in place of {part_expression(part)}(...)"
     if methods:
         return (
             f"a call of {listed(methods)}, not in methods={tuple(listed_methods)}, or of {part!r} itself",

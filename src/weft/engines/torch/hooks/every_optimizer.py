@@ -1,4 +1,4 @@
-"""Hooks on the steps of all optimizers, for what looks for ones that nobody has named; each belongs to one object.
+"""Hooks on the steps of all optimizers, also of those that weft was not given; each hook belongs to one object.
 
 torch iterates over its table of these hooks while they run: an entry that goes meanwhile makes the step of somebody's
 optimizer raise "OrderedDict mutated during iteration". Objects may be collected at any time, also in a hook, or in
@@ -30,7 +30,7 @@ class StepHook(Generic[T]):
         self._run: Run[T] | None = run
         self._owner = weakref.ref(owner, self._forget)
         self._handle = register(self)
-        sweep()
+        remove_finished_hooks()
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """A step of any optimizer."""
@@ -41,7 +41,7 @@ class StepHook(Generic[T]):
     def release(self) -> None:
         """Take the hook off."""
         self._run = None
-        sweep()
+        remove_finished_hooks()
 
     def _forget(self, owner: object) -> None:
         self._run = None
@@ -52,7 +52,7 @@ class StepHook(Generic[T]):
             self._handle.remove()
 
 
-def sweep() -> None:
+def remove_finished_hooks() -> None:
     """Take hooks off that do nothing any more; not to be called in a step."""
     for table in (ALL_STEP_PRE_HOOKS, ALL_STEP_POST_HOOKS):
         for hook in list(table.found.values()):

@@ -1,7 +1,7 @@
 """Mistakes that are in a program from its first step on, and that raise nothing by themselves.
 
 They are looked for in the first steps: ranks that compute the same batches, weights that were changed on one rank,
-gradients that nobody clears or that are cleared or clipped within a window. What is found is compared at the store.
+gradients that are never cleared, or are cleared or clipped within a window. What is found is compared at the store.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from weft import torch_internals
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import after_callbacks
-from weft.engines.torch.hooks.program_lines import applied
+from weft.engines.torch.hooks.program_lines import strategy_line
 from weft.errors import AlreadyApplied, NotSynchronized, listed, warn
 from weft.tensors.checksums import can_be_read, sums_of_bits
 from weft.tensors.dtensor import local
@@ -104,7 +104,7 @@ class FirstSteps:
                 )
 
     def compare_changed(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Weights were changed, and neither an optimizer nor a reduced backward pass was seen so far. Waits for nobody.
+        """Weights were changed, and neither an optimizer nor a reduced backward pass was seen so far. Does not wait.
 
         Raises:
             ContextError: At the next call, or when the context is closed: they had other values on another rank.
@@ -125,7 +125,7 @@ class FirstSteps:
         everyone = self._peers.meet("weights that differ", mine)
         differing, gradients = (_differing(ours) for ours in zip(*everyone, strict=True))
         if not differing:
-            raise not_averaged(
+            raise not_averaged_error(
                 self._what, self._class_name, f"after a backward pass, they differ in {listed(gradients)}"
             )
         raise NotSynchronized(
@@ -133,7 +133,7 @@ class FirstSteps:
             found=f"changed after {self._what}, not on all ranks alike: {listed(differing)}",
             expected=f"weights that were loaded or initialized before {self._what}, which sends them to all ranks; "
             "or alike on all ranks",
-            fix=f"model.load_state_dict(...); {applied(self._what)}  # in this order",
+            fix=f"model.load_state_dict(...); {strategy_line(self._what)}  # in this order",
         )
 
     # -- gradients ---------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class FirstSteps:
         """What an earlier window has left may be changed."""
         self._kept = None
 
-    def note_nothing(self, number: int) -> None:
+    def note_empty_window(self, number: int) -> None:
         """A window ends in which this rank made no backward pass; `number` reductions were there before."""
         self._empty += 1
         if self._empty == number + 1 == _NUM_STEPS:
@@ -239,7 +239,7 @@ class FirstSteps:
             warn(problem, found=found, expected=expected, fix=fix)
 
 
-def not_averaged(what: str, class_name: str, found: str) -> NotSynchronized:
+def not_averaged_error(what: str, class_name: str, found: str) -> NotSynchronized:
     """The error of a strategy that torch did not call: to be raised by all ranks, in the first step."""
     return NotSynchronized(
         f"{what}: torch has not averaged the gradients of {class_name} as it was told to",

@@ -72,7 +72,7 @@ def attach(
         removable.add(_restore(weakref.ref(module), name, earlier))
 
 
-def arounds(module: nn.Module, name: str) -> list[Callable[..., Any]]:
+def call_routes(module: nn.Module, name: str) -> list[Callable[..., Any]]:
     """List what calls of `module.<name>` are routed through, outermost first."""
     found, call = [], module.__dict__.get(name)
     while isinstance(call, _Method):

@@ -15,7 +15,7 @@ from torch import nn
 
 from weft import torch_internals
 from weft.engines.peers import Peers
-from weft.engines.torch.hooks.program_lines import applied, path
+from weft.engines.torch.hooks.program_lines import part_expression, strategy_line
 from weft.errors import ContractError, listed
 from weft.tensors.remote_parameter import is_elsewhere
 
@@ -101,5 +101,5 @@ class ParameterWatch:
             f"{self._what}: {self._class_name} has parameters that it did not have when {self._what} was applied",
             found=f"{listed(new)}; their gradients would not be averaged",
             expected=f"all layers in the module, and module.to(...), before {self._what}",
-            fix=f"{path(new[0].partition('.')[0])} = ...; {applied(self._what)}  # in this order",
+            fix=f"{part_expression(new[0].partition('.')[0])} = ...; {strategy_line(self._what)}  # in this order",
         )

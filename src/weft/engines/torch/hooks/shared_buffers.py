@@ -24,8 +24,8 @@ class SharedBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._waiting: weakref.WeakSet[_Pass] = weakref.WeakSet()  # a graph alone holds each
-        self._entered: set[_Pass] = set()
+        self._waiting: weakref.WeakSet[_BufferPass] = weakref.WeakSet()  # a graph alone holds each
+        self._entered: set[_BufferPass] = set()
         self._away: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what the module has, and in whose place
 
     @torch_internals.untraced
@@ -33,7 +33,7 @@ class SharedBuffers:
         """The module was called with gradients, and returned this."""
         if torch_internals.graph_task_id() != -1:
             return  # computed again, inside backward
-        one = _Pass()
+        one = _BufferPass()
         for tensor in tensors(output):
             if tensor.grad_fn is not None:
                 self._waiting.add(one)
@@ -75,11 +75,11 @@ class SharedBuffers:
             own.update({name: others[id(b)] for name, b in own.items() if id(b) in others})
 
 
-class _Pass:
+class _BufferPass:
     """A forward pass."""
 
 
-def _enter(entered: set[_Pass], one: _Pass, gradient: torch.Tensor) -> None:
+def _enter(entered: set[_BufferPass], one: _BufferPass, gradient: torch.Tensor) -> None:
     """Backward has come to an output of this pass."""
     del gradient
     entered.add(one)

@@ -81,7 +81,7 @@ class PartSums:
         for name in self._alike:
             p = module.get_parameter(name)
             if p.grad is not None and _is_partial(p.grad):
-                p.grad = _as_if_alike(p.grad)
+                p.grad = _as_replicated(p.grad)
                 yield local(p.grad)
 
     def has_gradients(self, module: nn.Module) -> bool:
@@ -142,7 +142,7 @@ def _is_partial(gradient: torch.Tensor) -> bool:
     return is_sharded(gradient) and any(placement.is_partial() for placement in gradient.placements)
 
 
-def _as_if_alike(gradient: torch.Tensor) -> torch.Tensor:
+def _as_replicated(gradient: torch.Tensor) -> torch.Tensor:
     """The same memory, as a DTensor that is alike on the ranks over which it will be added up."""
     from torch.distributed.tensor import Replicate  # noqa: PLC0415  (who has a DTensor has imported it)
 

@@ -31,12 +31,12 @@ def attention_modules(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def makes_masks(module: nn.Module) -> dict[str, nn.Module]:
+def modules_that_make_masks(module: nn.Module) -> dict[str, nn.Module]:
     """The modules of transformers that make a mask for all layers, by name."""
     return {n: p for n, p in module.named_modules() if not _of_torch(p) and _MASKS & _names(type(p), far=False)}
 
 
-def takes(part: nn.Module) -> list[str]:
+def forward_parameters(part: nn.Module) -> list[str]:
     """The names of what a module's forward takes; `*` and `**` are in them for what it takes without a name."""
     parameters = list(inspect.signature(inspect.unwrap(type(part).forward)).parameters.values())[1:]
     marks: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}

@@ -35,7 +35,7 @@ def find_collectives() -> Collectives:
     return Collectives(torch_internals.all_to_all.found, gather.found, scatter.found, torch_internals.wait_for.found)
 
 
-class Ranks(NamedTuple):
+class SequenceRanks(NamedTuple):
     """The ranks that hold the parts of one sequence.
 
     Attributes:
@@ -53,7 +53,7 @@ class Ranks(NamedTuple):
     collectives: Collectives
 
 
-def parts_to_heads(ranks: Ranks, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def parts_to_heads(ranks: SequenceRanks, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Parts of all heads [batch, heads, part, width] to whole sequences of some [batch, heads / ranks, length, width].
 
     Collectives: one all-to-all of all tensors together; the same in backward.
@@ -64,7 +64,7 @@ def parts_to_heads(ranks: Ranks, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return [sequence_order(x.movedim(0, 2), ranks.order) for x in received]  # [batch, heads, ranks, part, width]
 
 
-def heads_to_parts(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
+def heads_to_parts(ranks: SequenceRanks, tensor: torch.Tensor) -> torch.Tensor:
     """Whole sequences of some heads to parts of all of them.
 
     Collectives: one all-to-all; the same in backward.
@@ -73,7 +73,7 @@ def heads_to_parts(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
     return received.movedim(0, 1).flatten(1, 2)
 
 
-def gather_sequences(ranks: Ranks, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def gather_sequences(ranks: SequenceRanks, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Parts [batch, heads, part, width] to whole sequences [batch, heads, length, width].
 
     Collectives: one all-gather of all tensors together; one reduce-scatter in backward.
@@ -84,7 +84,7 @@ def gather_sequences(ranks: Ranks, *tensors: torch.Tensor) -> list[torch.Tensor]
     return [sequence_order(x.movedim(0, 2), ranks.order) for x in gathered]
 
 
-def _exchange(ranks: Ranks, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _exchange(ranks: SequenceRanks, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Send block k of each tensor [ranks, ...] to rank k; gives as much, block k from rank k."""
     rows = [block.flatten(1) for block in blocks]
     flat = _AllToAll.apply(torch.cat(rows, 1).flatten(), ranks)  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ class _AllToAll(torch.autograd.Function):
     """Its own adjoint: what came from rank k goes back to it."""
 
     @staticmethod
-    def forward(ctx: Any, flat: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def forward(ctx: Any, flat: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
         ctx.ranks = ranks
         if not flat.numel():
             return flat.clone()
@@ -112,7 +112,7 @@ class _Gather(torch.autograd.Function):
     """Everything of all ranks, in rank order; its adjoint adds up what all ranks made of this rank's part."""
 
     @staticmethod
-    def forward(ctx: Any, flat: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def forward(ctx: Any, flat: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
         ctx.ranks = ranks
         if not flat.numel():
             return flat.clone()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weft.engines.torch.hooks.method_hooks import Removable, attach
-from weft.engines.torch.parallel.sequence_code import makes_masks, takes
+from weft.engines.torch.parallel.sequence_code import forward_parameters, modules_that_make_masks
 from weft.errors import ContractError, listed
 from weft.tensors.nested import tensors
 from weft.tensors.sequence_order import SequencePart, part_of, places
@@ -38,9 +38,9 @@ class SplitInputs:
         self._part = part
         self._names: dict[int, list[str]] = {}
         hooks: list[tuple[nn.Module, Any]] = [(module, self._check_parts)]
-        hooks += [(each, self._without_mask) for each in makes_masks(module).values()]
+        hooks += [(each, self._without_mask) for each in modules_that_make_masks(module).values()]
         for each, hook in hooks:
-            self._names[id(each)] = takes(each)
+            self._names[id(each)] = forward_parameters(each)
             attach(each, self._removable, before=self._unless_off(hook), first=hook == self._check_parts)
 
     def _unless_off(self, hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.parallel.sequence_exchange import (
-    Ranks,
+    SequenceRanks,
     gather_sequences,
     heads_to_parts,
     parts_to_heads,
@@ -41,7 +41,7 @@ class SplitAttention:
         off: Whether they attend to what they are given, as in one process.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], ranks: Ranks, method: Method) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], ranks: SequenceRanks, method: Method) -> None:
         self._removable = Removable()
         self.inside = self.off = False
         self._arounds = {name: _Around(self, name, ranks, method) for name in modules}
@@ -71,10 +71,10 @@ class _Around:
     A compiler shares what it compiled among instances as long as it reads nothing that differs: the name is for errors.
     """
 
-    def __init__(self, attention: SplitAttention, name: str, ranks: Ranks, method: Method) -> None:
+    def __init__(self, attention: SplitAttention, name: str, ranks: SequenceRanks, method: Method) -> None:
         self.attention = attention
         self.name = name
-        self.ranks: Ranks | None = ranks
+        self.ranks: SequenceRanks | None = ranks
         self.method: Method = method
 
     def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,7 +96,7 @@ class _Around:
             )
         if attention.inside:  # an attention module inside another: its calls are caught once
             return call(*args, **kwargs)
-        caught = _Caught(self, self.ranks)
+        caught = _AttentionMode(self, self.ranks)
         attention.inside = True
         try:
             with caught:
@@ -113,14 +113,14 @@ class _Around:
         return output
 
 
-class _Caught(TorchFunctionMode):
+class _AttentionMode(TorchFunctionMode):
     """Computes attention over all ranks in place of torch's function.
 
     Attributes:
         calls: How many calls it has caught.
     """
 
-    def __init__(self, at: _Around, ranks: Ranks) -> None:
+    def __init__(self, at: _Around, ranks: SequenceRanks) -> None:
         super().__init__()
         self.calls = 0
         self._at = at
@@ -159,19 +159,19 @@ class _Caught(TorchFunctionMode):
         if at.method == "heads":
             if query.shape[1] % self._ranks.number:
                 raise _heads_refused(at.name, query.shape[1], self._ranks.number)
-            return _attend_in_heads(_Call(self._ranks, causal, scale), query, key, value)
-        return _attend_whole(_Call(self._ranks, causal, scale), query, key, value)
+            return _attend_in_heads(_AttentionCall(self._ranks, causal, scale), query, key, value)
+        return _attend_whole(_AttentionCall(self._ranks, causal, scale), query, key, value)
 
 
-class _Call(NamedTuple):
+class _AttentionCall(NamedTuple):
     """One call of attention, besides its tensors."""
 
-    ranks: Ranks
+    ranks: SequenceRanks
     causal: bool
     scale: float | None
 
 
-def _attend_in_heads(call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _attend_in_heads(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Give each rank whole sequences of some heads, and back.
 
     Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
@@ -188,7 +188,7 @@ def _attend_in_heads(call: _Call, query: torch.Tensor, key: torch.Tensor, value:
     return heads_to_parts(call.ranks, output)
 
 
-def _attend_whole(call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _attend_whole(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Let the places of this rank attend to the keys and values of all of them.
 
     Source: Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.3.2.

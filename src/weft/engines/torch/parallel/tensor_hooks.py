@@ -86,7 +86,7 @@ def _replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any], change: Callable
 
 
 def hooks_of(part: nn.Module) -> _Known:
-    """The keys of the hooks that a part and those in it have; for `take_off`."""
+    """The keys of the hooks that a part and those in it have; for `remove_added_hooks`."""
     return [(one, hooks, set(hooks.of(one))) for one in part.modules() for hooks in _HOOKS]
 
 
@@ -95,7 +95,7 @@ def added_hooks(before: _Known) -> set[int]:
     return {id(hook) for part, hooks, known in before for key, hook in hooks.of(part).items() if key not in known}
 
 
-def put_first(before: _Known) -> None:
+def run_first(before: _Known) -> None:
     """Let hooks after forward that were added since run first: those of the user see what one process returns."""
     for part, hooks, known in before:
         if hooks is torch_internals.FORWARD_HOOKS:
@@ -103,7 +103,7 @@ def put_first(before: _Known) -> None:
                 hooks.of(part).move_to_end(key, last=False)
 
 
-def take_off(before: _Known) -> None:
+def remove_added_hooks(before: _Known) -> None:
     """Remove the hooks that torch has added since: it has no function for that."""
     for part, hooks, known in before:
         for key in [key for key in hooks.of(part) if key not in known]:

@@ -36,8 +36,8 @@ from weft.engines.torch.parallel.tensor_hooks import (
     gather_argument,
     hooks_of,
     join_sequence,
-    put_first,
-    take_off,
+    remove_added_hooks,
+    run_first,
 )
 from weft.engines.torch.parts.assigned_data import AssignedData
 from weft.engines.torch.parts.cut_gradient import CutLayerGradient
@@ -59,7 +59,7 @@ class TensorParallelModule(Strategy):
         self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: TensorOptions, peers: Peers
     ) -> None:
         super().__init__(module, group, options, peers)
-        self._ranks, self.mean_over = self.mean_over, 1  # gradients are added up, and averaged over nobody
+        self._ranks, self.mean_over = self.mean_over, 1  # gradients are added up, not averaged
         self._mesh = mesh
         before = hooks_of(module)
         self._cut_layers(module, options)
@@ -146,10 +146,10 @@ class TensorParallelModule(Strategy):
         before = hooks_of(part)
         trained = {name: p.requires_grad for name, p in part.named_parameters()}
         parallelize_module(part, self._mesh, style, src_data_rank=None)
-        put_first(before)
+        run_first(before)
         for name, p in part.named_parameters():
             p.requires_grad_(trained[name])
-        self._removable.add(lambda: take_off(before))
+        self._removable.add(lambda: remove_added_hooks(before))
 
     @override
     def release(self) -> None:

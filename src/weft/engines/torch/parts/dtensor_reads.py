@@ -31,7 +31,7 @@ from weft.tensors.dtensor import is_sharded
 _OF_MEMORY = ("tolist", "numpy", "__format__", "__dlpack__", "storage", "share_memory_", "apply_", "map_", "map2_")
 
 
-class _Held:
+class _ReadChecksUse:
     """Checks for one strategy, until it is collected or releases them."""
 
     def __init__(self) -> None:
@@ -70,9 +70,9 @@ class _Checks:
                 self._undo.pop()()
 
 
-def check_reads() -> _Held:
+def check_reads() -> _ReadChecksUse:
     """Check them as long as what is returned lives and is not released; see [Note: whose DTensors]."""
-    return _Held()
+    return _ReadChecksUse()
 
 
 def _replaced(dispatcher: Any, copies: Copies) -> list[Callable[[], None]]:

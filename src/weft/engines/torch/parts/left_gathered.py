@@ -15,7 +15,7 @@ from torch import nn
 from weft import torch_internals
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.errors import ContractError, listed
-from weft.tensors.blocks import laid_as
+from weft.tensors.blocks import redistributed_as
 from weft.tensors.dtensor import groups_of, is_sharded, local
 
 _Versions = tuple[int, int, int]  # those of what a group has left are its `weft_left`
@@ -87,12 +87,12 @@ def _changed(group: Any, before: list[_Versions]) -> list[Any]:
 
 @torch.no_grad()
 def _differs(one: Any, before: _Versions) -> bool:
-    """Whether this rank's part of a copy is other than the shard, which nobody has written to."""
+    """Whether this rank's part of a copy is other than the shard, which was not written to."""
     copy = _shown(one)
     if in_torch_func() or _versions(one) != before or not isinstance(copy, nn.Parameter) or is_sharded(copy):
         return False
     shard = local(one.sharded_param)
-    part = local(laid_as(copy.detach().to(shard.device), one.sharded_param))
+    part = local(redistributed_as(copy.detach().to(shard.device), one.sharded_param))
     return not torch.allclose(part, shard.to(part.dtype), rtol=0, atol=0, equal_nan=True)
 
 

@@ -19,7 +19,7 @@ from weft.engines.torch.hooks.backward_session import after_callbacks
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.engines.torch.parts.refuse_pickle import refuse_optimizer_file
 from weft.tensors.nested import tensors
-from weft.tensors.remote_parameter import Elsewhere
+from weft.tensors.remote_parameter import RemoteTensor
 
 
 class PartGradients:
@@ -35,7 +35,7 @@ class PartGradients:
         self._cut = cut
         self._what = what
         self._module = weakref.ref(module)
-        self._there: list[Elsewhere] = []
+        self._there: list[RemoteTensor] = []
         self._backward = -1  # the last one that was seen
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.release = before_every_step(self, PartGradients._hide).release
@@ -57,8 +57,10 @@ class PartGradients:
     @torch.no_grad()
     def _show(self, *unused: Any) -> None:
         module = self._module()
-        if module is not None and any(p.grad is not None for p in module.parameters() if not isinstance(p, Elsewhere)):
-            self._there = self._there or [p for p in module.parameters() if isinstance(p, Elsewhere)]
+        if module is not None and any(
+            p.grad is not None for p in module.parameters() if not isinstance(p, RemoteTensor)
+        ):
+            self._there = self._there or [p for p in module.parameters() if isinstance(p, RemoteTensor)]
             p: torch.Tensor
             for p in self._there:
                 if p.requires_grad and p.grad is None:
@@ -72,7 +74,7 @@ class PartGradients:
         module = self._module()
         ours = set() if module is None else set(map(id, module.parameters()))
         held = [p for entry in optimizer.param_groups for p in entry["params"] if id(p) in ours]
-        there = [p for p in held if isinstance(p, Elsewhere)]
+        there = [p for p in held if isinstance(p, RemoteTensor)]
         cut = [p.grad for p in held if self._cut is not None and isinstance(p.grad, self._cut)]
         for p in there:
             p.grad = None

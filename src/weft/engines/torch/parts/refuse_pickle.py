@@ -11,7 +11,7 @@ from torch import nn
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded
-from weft.tensors.remote_parameter import Elsewhere
+from weft.tensors.remote_parameter import RemoteTensor
 
 
 def refuse_file(what: str, whose: str, name: str, tensor: object) -> None:
@@ -35,7 +35,7 @@ def refuse_optimizer_file(what: str, optimizer: torch.optim.Optimizer, state: di
         optimizer: Whose state it is.
         state: Of its `state_dict`.
     """
-    is_part = any(isinstance(p, Elsewhere) for entry in optimizer.param_groups for p in entry["params"])
+    is_part = any(isinstance(p, RemoteTensor) for entry in optimizer.param_groups for p in entry["params"])
     for number, entry in state["state"].items():
         for name, value in entry.items():
             if is_part or (isinstance(value, torch.Tensor) and is_sharded(value)):
@@ -64,7 +64,7 @@ def refuse_states(what: str, module: nn.Module, removable: Removable) -> None:
     def check(part: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
         named = [*part.named_parameters(), *part.named_buffers()]
         for name, p in named:
-            if isinstance(p, Elsewhere) and prefix + name in state:
+            if isinstance(p, RemoteTensor) and prefix + name in state:
                 state[prefix + name] = p.detach()  # torch would warn that nothing is copied
         whole = [name for name, p in named if is_sharded(p) and _is_whole(state.get(prefix + name))]
         if whole:

@@ -2,7 +2,7 @@
 
 pipelined.py         the calls of the module: forwards and backwards of a whole schedule
 losses.py            the loss of a pass: combined from its micro-batches, shared with all ranks
-row_probe.py         two micro-batches through all stages and back, together and apart
+row_probe.py         two micro-batches through all stages and back, together and separately
 outputs.py           what a call without gradients returns
 stage_forward.py     the forward of the module, of which a rank computes one stage
 stage_borders.py     what leaves one stage and enters the next

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from weft.engines.torch.pipeline.batch_parts import Inputs
-from weft.engines.torch.pipeline.stage_parameters import Kept
+from weft.engines.torch.pipeline.stage_parameters import WaitingGradients
 from weft.errors import ContractError, ProbeFailed, type_error
 from weft.tensors.dtensor import local
 from weft.tensors.messages import control_device
@@ -24,7 +24,7 @@ _ROUNDING = MappingProxyType(dict(zip(_DTYPES, (1e-11, 1e-5, 1e-2, 2e-3), strict
 FORMS = ("tensor", "output", "dict")
 
 
-class Loss(NamedTuple):
+class MicroBatchLoss(NamedTuple):
     """The loss of one micro-batch.
 
     Attributes:
@@ -63,7 +63,7 @@ class Result(NamedTuple):
     checked: torch.Tensor
 
 
-def loss_of(output: Any, part: Inputs, function: LossFunction | None, device: torch.device) -> Loss:
+def loss_of(output: Any, part: Inputs, function: LossFunction | None, device: torch.device) -> MicroBatchLoss:
     """The loss of a micro-batch.
 
     Args:
@@ -99,10 +99,10 @@ def loss_of(output: Any, part: Inputs, function: LossFunction | None, device: to
             "which returns one number, or a sum and the number of its terms",
             fix="weft.pipeline(model, ctx, loss=torch.nn.functional.cross_entropy); model(x, y)",
         )
-    return Loss(value, count, form)
+    return MicroBatchLoss(value, count, form)
 
 
-def combined(losses: Sequence[Loss], whole: torch.Tensor | None, *, is_sum: bool) -> Result:
+def batch_loss(losses: Sequence[MicroBatchLoss], whole: torch.Tensor | None, *, is_sum: bool) -> Result:
     """The loss of the batch.
 
     Args:
@@ -147,7 +147,7 @@ def share_result(found: Result | None, device: torch.device, group: dist.Process
     return Result(loss, numbers[1], form, bool(is_mean), whole if has_whole else None, checked)
 
 
-def check_whole(result: Result) -> None:
+def check_mean_is_batch_loss(result: Result) -> None:
     """Raise if the mean over the micro-batches is not the loss of the whole batch, where that was computed.
 
     Raises:
@@ -168,7 +168,7 @@ def check_whole(result: Result) -> None:
         )
 
 
-def with_gradients(loss: torch.Tensor, kept: Kept, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+def with_gradients(loss: torch.Tensor, kept: WaitingGradients, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """A loss whose backward brings parameters the gradients that were computed already."""
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
     made: torch.Tensor = _LossOfParameters.apply(loss, kept, anchor, *parameters)  # type: ignore[no-untyped-call]
@@ -180,7 +180,7 @@ class _LossOfParameters(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: torch.Tensor, kept: Kept, anchor: torch.Tensor, *parameters: torch.Tensor
+        ctx: Any, loss: torch.Tensor, kept: WaitingGradients, anchor: torch.Tensor, *parameters: torch.Tensor
     ) -> torch.Tensor:
         del anchor, parameters  # that the loss depends on them is all
         ctx.kept = kept

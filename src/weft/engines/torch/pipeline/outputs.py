@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from weft.engines.torch.pipeline.losses import Loss
+from weft.engines.torch.pipeline.losses import MicroBatchLoss
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
 
 _SENT = frozenset({"form", "is_sum", "values"})
 
 
-def sendable(output: Any, loss: Loss | None, *, is_sum: bool) -> Any:
+def sendable(output: Any, loss: MicroBatchLoss | None, *, is_sum: bool) -> Any:
     """The output of a micro-batch, in containers that can be sent.
 
     Args:
@@ -47,7 +47,7 @@ def _output(values: dict[str, Any], form: str) -> Any:
     return types.SimpleNamespace(**values) if kind is None else kind(**values)
 
 
-def joined(outputs: Sequence[Any]) -> Any:
+def batch_output(outputs: Sequence[Any]) -> Any:
     """The output of the batch, from those of its parts, of which the first has twice as many rows as the others.
 
     Raises:
@@ -67,7 +67,9 @@ def joined(outputs: Sequence[Any]) -> Any:
                 fix='weft.pipeline(..., micro_batches=1, schedule="gpipe"), or outputs for each row',
             )
     is_sum = isinstance(first, dict) and set(first) == _SENT and first["is_sum"]
-    return join(outputs, dims or [], [1.0] * len(outputs) if is_sum else [2.0] + [1.0] * (len(outputs) - 1), is_sum)
+    return join_rows(
+        outputs, dims or [], [1.0] * len(outputs) if is_sum else [2.0] + [1.0] * (len(outputs) - 1), is_sum
+    )
 
 
 def row_dims(few: Any, more: Any) -> list[int | None] | None:
@@ -83,7 +85,7 @@ def row_dims(few: Any, more: Any) -> list[int | None] | None:
     return [next(iter(ds), None) for ds in changed]
 
 
-def join(parts: Sequence[Any], dims: Sequence[int | None], weights: Sequence[float], is_sum: bool = False) -> Any:
+def join_rows(parts: Sequence[Any], dims: Sequence[int | None], weights: Sequence[float], is_sum: bool = False) -> Any:
     """Nested values, joined: tensors in their dimension of rows, and of numbers the mean."""
     columns, at = zip(*map(tensors, parts), strict=True), iter(dims)
 
@@ -100,7 +102,7 @@ def join(parts: Sequence[Any], dims: Sequence[int | None], weights: Sequence[flo
 
 
 def as_output(value: Any) -> Any:
-    """What `joined` made and the ranks have received, as the module returns it."""
+    """What `batch_output` made and the ranks have received, as the module returns it."""
     if not isinstance(value, dict) or set(value) != _SENT:
         return value
     if value["form"] == "terms":

@@ -27,22 +27,22 @@ from weft.engines.torch.parts.refuse_pickle import refuse_states
 from weft.engines.torch.pipeline.batch_parts import NOTHING, Inputs, MicroBatches, check_flags, inputs_of, num_items
 from weft.engines.torch.pipeline.losses import (
     FORMS,
-    Loss,
+    MicroBatchLoss,
     Result,
-    check_whole,
-    combined,
+    batch_loss,
+    check_mean_is_batch_loss,
     loss_of,
     share_result,
     with_gradients,
 )
-from weft.engines.torch.pipeline.outputs import as_output, form_of, join, joined, sendable
+from weft.engines.torch.pipeline.outputs import as_output, batch_output, form_of, join_rows, sendable
 from weft.engines.torch.pipeline.row_probe import RowProbe, check_rows
 from weft.engines.torch.pipeline.schedules import make_schedule, owners
 from weft.engines.torch.pipeline.stage_borders import Borders
 from weft.engines.torch.pipeline.stage_forward import StageForward
-from weft.engines.torch.pipeline.stage_parameters import Aliases, Kept, LentLayers, units_whole
+from weft.engines.torch.pipeline.stage_parameters import Aliases, LentLayers, WaitingGradients, gather_units_once
 from weft.engines.torch.probes.no_trace import no_trace, random_kept
-from weft.engines.torch.probes.observed import Observed
+from weft.engines.torch.probes.observed import WithoutDropout
 from weft.engines.torch.probes.same_draws import SameDraws
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
@@ -89,7 +89,7 @@ class PipelinedModule:
         self.schedule = self._rows.schedule
         self._lent = LentLayers(module, options.stages, self.owners, group, device)
         self._stage_modules = {number: _StageModule(self, number) for number in self.here}
-        self._pass: _Pass | None = None
+        self._pass: _PipelineCall | None = None
         self._broke_off = ""  # the error with which a call ended in between
         self._calls = 0
         self._part_gradients = PartGradients("pipeline", module)
@@ -133,7 +133,7 @@ class PipelinedModule:
         batches = MicroBatches(inputs, self._options.micro_batches, exactly=True)
         is_sum = "num_items_in_batch" in inputs.kwargs
         try:
-            with self._guard(), units_whole(self._module), self._aliases.in_place(self._module) as pairs:
+            with self._guard(), gather_units_once(self._module), self._aliases.in_place(self._module) as pairs:
                 result, mixed = self._run(call, batches, is_sum=is_sum)
                 with_gradient = [(p, alias.grad) for p, alias in pairs if alias.grad is not None]
                 for _, alias in pairs:
@@ -142,9 +142,9 @@ class PipelinedModule:
             self._schedules.clear()
             self._break_off(error)
             raise
-        check_whole(result)
+        check_mean_is_batch_loss(result)
         check_rows(mixed)
-        kept = Kept([gradient for _, gradient in with_gradient], result.scale)
+        kept = WaitingGradients([gradient for _, gradient in with_gradient], result.scale)
         loss = with_gradients(result.loss, kept, [p for p, _ in with_gradient])
         self._part_gradients.follow(loss)
         return form_of(loss, FORMS[result.form])
@@ -152,7 +152,7 @@ class PipelinedModule:
     def _run(self, call: Callable[..., Any], batches: MicroBatches, *, is_sum: bool) -> tuple[Result, Sequence[float]]:
         number = len(batches.parts)
         is_new = batches.key not in self._schedules
-        self._pass = _Pass(call, batches)
+        self._pass = _PipelineCall(call, batches)
         self._calls += 1
         self._rows.begin()
         try:
@@ -224,7 +224,7 @@ class PipelinedModule:
 
     # -- the loss --------------------------------------------------------------------------------
 
-    def _loss_of(self, output: Any, part: Inputs) -> Loss:
+    def _loss_of(self, output: Any, part: Inputs) -> MicroBatchLoss:
         return loss_of(output, part, self._options.loss, self._device)
 
     @torch.no_grad()
@@ -236,10 +236,10 @@ class PipelinedModule:
         if returned and self._rows.dims is not None and all(one is not None for one in returned):
             losses = [losses[index] for index in running.window]
             pairs = [(running.batches.parts[index], running.returned[index]) for index in running.window]
-            rows = join(returned, self._rows.dims, [1.0] * len(returned))
+            rows = join_rows(returned, self._rows.dims, [1.0] * len(returned))
             all_rows = running.batches.together(running.window), rows
             try:
-                with no_trace(self._module), Observed() as observed:
+                with no_trace(self._module), WithoutDropout() as observed:
                     with SameDraws() as draws:
                         whole = self._loss_at_end(*all_rows).mean()
                     if observed.dropped or draws.has_drawn:  # other numbers for the micro-batches
@@ -247,10 +247,10 @@ class PipelinedModule:
             except _NEEDS_MORE:
                 self._rows.dims = None
                 losses = running.losses
-        result = combined(running.losses, whole, is_sum=is_sum)
-        return result._replace(checked=combined(losses, None, is_sum=is_sum).loss)
+        result = batch_loss(running.losses, whole, is_sum=is_sum)
+        return result._replace(checked=batch_loss(losses, None, is_sum=is_sum).loss)
 
-    def _losses_of_same_draws(self, parts: Sequence[Any], whole: Any) -> tuple[list[Loss], torch.Tensor]:
+    def _losses_of_same_draws(self, parts: Sequence[Any], whole: Any) -> tuple[list[MicroBatchLoss], torch.Tensor]:
         """The losses of the micro-batches and that of the batch, with the same random numbers."""
         losses = []
         with SameDraws() as draws:
@@ -261,7 +261,7 @@ class PipelinedModule:
             draws.begin(together=True)
             return losses, self._loss_at_end(*whole).mean()
 
-    def _loss_at_end(self, part: Inputs, returned: Any) -> Loss:
+    def _loss_at_end(self, part: Inputs, returned: Any) -> MicroBatchLoss:
         """The loss, from what the last layer has returned."""
         running = self._pass
         assert running is not None
@@ -275,13 +275,13 @@ class PipelinedModule:
         output = self._compute(stage, part, received)
         return (output, None) if stage < self._last else (self._loss_of(output, part), self._forward.returned)
 
-    def _measured_whole(self, part: Inputs) -> Loss | None:
+    def _measured_whole(self, part: Inputs) -> MicroBatchLoss | None:
         """The loss, with all layers on all ranks; None if they cannot be lent."""
         running = self._pass
         assert running is not None
         if not self._lent.can_lend():
             return None
-        output = self._forward.run_whole(lambda: running.call(*part.args, **part.kwargs), self._lent.of)
+        output = self._forward.run_whole(lambda: running.call(*part.args, **part.kwargs), self._lent.lend)
         return self._loss_of(output, part)
 
     # -- without gradients -----------------------------------------------------------------------
@@ -294,9 +294,9 @@ class PipelinedModule:
             for part in (batches.whole, *batches.parts):
                 part.kwargs["num_items_in_batch"] = count
         outputs: list[Any] = []
-        self._pass = _Pass(call, batches)
+        self._pass = _PipelineCall(call, batches)
         try:
-            with self._guard(), units_whole(self._module):
+            with self._guard(), gather_units_once(self._module):
                 for part in [batches.together(range(2)), *batches.parts[2:]]:  # see `joined`
                     for stage in self.here:
                         received = self._borders.receive(None, stage)
@@ -306,7 +306,7 @@ class PipelinedModule:
                         else:
                             self._borders.send(None, stage, output)
                 self._borders.wait()
-                return as_output(self._share(joined(outputs) if outputs else None, self.owners[self._last]))
+                return as_output(self._share(batch_output(outputs) if outputs else None, self.owners[self._last]))
         except Exception as error:
             self._break_off(error)
             raise
@@ -322,7 +322,7 @@ class PipelinedModule:
         return sendable(output, self._loss_of(output, part) if has_loss else None, is_sum=is_sum)
 
 
-class _Pass:
+class _PipelineCall:
     """One call: its micro-batches, and what the last stage found so far."""
 
     def __init__(self, call: Callable[..., Any], batches: MicroBatches) -> None:
@@ -331,7 +331,7 @@ class _Pass:
         self.window = range(0)  # of micro-batches whose loss is computed together
         self.returned: dict[int, Any] = {}  # by the last layer
         self.ends_with_layer = False  # whether forward returns that
-        self.losses: list[Loss] = []
+        self.losses: list[MicroBatchLoss] = []
         self.error: Exception | None = None
 
     def keep(self, index: int, returned: Any, number: int) -> None:

@@ -17,12 +17,12 @@ from torch import nn
 from weft import torch_internals
 from weft.engines.probes import Compared, ProbeMode, Schedule
 from weft.engines.torch.pipeline.batch_parts import Inputs, MicroBatches
-from weft.engines.torch.pipeline.losses import Loss, Result, combined
-from weft.engines.torch.pipeline.outputs import join, row_dims
+from weft.engines.torch.pipeline.losses import MicroBatchLoss, Result, batch_loss
+from weft.engines.torch.pipeline.outputs import join_rows, row_dims
 from weft.engines.torch.pipeline.stage_borders import Borders
 from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over
 from weft.engines.torch.probes.no_trace import measured, no_trace, random_kept, zeros_filled
-from weft.engines.torch.probes.observed import Observed
+from weft.engines.torch.probes.observed import WithoutDropout
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
 from weft.engines.torch.probes.same_draws import SameDraws
 from weft.errors import ProbeFailed, listed
@@ -36,7 +36,7 @@ Compute = Callable[[int, Inputs, Any], tuple[Any, Any]]
 
 
 class RowProbe:
-    """What two micro-batches give, apart and together.
+    """What two micro-batches give, separately and together.
 
     Attributes:
         dims: The dimension of rows in each tensor that the last layer returns; None if it is not known.
@@ -68,7 +68,7 @@ class RowProbe:
         self,
         batches: MicroBatches,
         compute: Compute,
-        compute_whole: Callable[[Inputs], Loss | None],
+        compute_whole: Callable[[Inputs], MicroBatchLoss | None],
         group: dist.ProcessGroup,
         device: torch.device,
         *,
@@ -76,7 +76,7 @@ class RowProbe:
     ) -> list[float]:
         """Relative differences, or 0 where there is none but rounding; nothing if this call is not measured.
 
-        Of the gradients in each stage and of the loss, apart and together; and of the loss of one micro-batch, with
+        Of the gradients in each stage and of the loss, separately and together; of the loss of one micro-batch, with
         all layers on one rank and on several.
 
         Collectives: one all-gather of two numbers; what leaves stages and comes back, and one all-reduce of a number
@@ -85,7 +85,7 @@ class RowProbe:
         Args:
             batches: Of which the first and the last one are measured.
             compute: What a stage gives for a batch and what it has received, with what the last layer has returned;
-                the last stage gives a `Loss`.
+                the last stage gives a `MicroBatchLoss`.
             compute_whole: The loss of all stages for a batch, if it can be had.
             group: The ranks of the pipeline.
             device: Of this rank.
@@ -178,7 +178,7 @@ def _names(stages: int) -> list[str]:
     return [*gradients, "the loss", "the loss with all layers on each rank"]
 
 
-class _Run:
+class _ProbeRun:
     """What came of some batches, one after the other.
 
     Attributes:
@@ -191,7 +191,7 @@ class _Run:
     def __init__(self, here: Sequence[int]) -> None:
         self.gradients: dict[int, list[torch.Tensor | None]] = {stage: [] for stage in here}
         self.returned: list[Any] = []
-        self.losses: list[Loss] = []
+        self.losses: list[MicroBatchLoss] = []
         self.result: Result | None = None
 
 
@@ -201,7 +201,7 @@ class _Runs:
     def __init__(
         self, module: nn.Module, borders: Borders, here: Sequence[int], last: int, compute: Compute, *, is_sum: bool
     ) -> None:
-        self.observed = Observed()
+        self.observed = WithoutDropout()
         self._draws = SameDraws()
         self._module = module
         self._borders = borders
@@ -217,9 +217,9 @@ class _Runs:
             if held is not None and not held.is_meta
         ]
 
-    def run(self, batches: Sequence[Inputs], *, together: bool) -> _Run:
+    def run(self, batches: Sequence[Inputs], *, together: bool) -> _ProbeRun:
         """All forwards, and then all backwards."""
-        run, ends = _Run(self._here), {}
+        run, ends = _ProbeRun(self._here), {}
         for number, batch in enumerate(batches):
             with self._modes(together=together):
                 self._renew_buffers()
@@ -232,9 +232,9 @@ class _Runs:
                     else:
                         run.returned.append(map_tensors(torch.Tensor.detach, returned))
         if self._last in self._here:
-            losses: list[Loss] = [ends[number, self._last][1] for number in range(len(batches))]
+            losses: list[MicroBatchLoss] = [ends[number, self._last][1] for number in range(len(batches))]
             run.losses = [one._replace(value=one.value.detach()) for one in losses]
-            run.result = combined(run.losses, None, is_sum=self._is_sum)
+            run.result = batch_loss(run.losses, None, is_sum=self._is_sum)
         for number in range(len(batches)):
             for stage in reversed(self._here):
                 received, output = ends.pop((number, stage))
@@ -247,7 +247,7 @@ class _Runs:
         self._borders.wait()
         return run
 
-    def run_whole(self, batch: Inputs, compute: Callable[[Inputs], Loss | None]) -> Loss | None:
+    def run_whole(self, batch: Inputs, compute: Callable[[Inputs], MicroBatchLoss | None]) -> MicroBatchLoss | None:
         """The forward of a batch, with all layers on each rank."""
         with torch.no_grad(), self._modes(together=False):
             self._renew_buffers()
@@ -312,6 +312,6 @@ def _dims(apart: Sequence[Any], together: Any) -> list[int | None] | None:
     dims = None if any(one is None for one in (*apart, together)) else row_dims(apart[0], together)
     if dims is None:
         return None
-    pairs = zip(tensors(join(apart, dims, [1.0] * len(apart))), tensors(together), strict=True)
+    pairs = zip(tensors(join_rows(apart, dims, [1.0] * len(apart))), tensors(together), strict=True)
     off = (difference(Compared("rows", t, w)) > _LOW_LIMIT for t, w in pairs if t.dim())
     return None if any(off) else dims

@@ -145,10 +145,10 @@ def make_schedule(
         for number, module in modules.items()
     ]
     run: Callable[..., Any] = getattr(schedules, kind.name)
-    return run(stages if kind.per_rank != 1 else stages[0], micro_batches, loss_fn=_first, scale_grads=False)
+    return run(stages if kind.per_rank != 1 else stages[0], micro_batches, loss_fn=_stage_loss, scale_grads=False)
 
 
-def _first(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _stage_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The loss, which the last stage has computed."""
     del target
     return output.sum()

@@ -11,7 +11,7 @@ from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.pipeline.batch_parts import NOTHING, inputs_of
 
 
-class WithLoss:
+class SingleStage:
     """Calls of a module take a target."""
 
     def __init__(self, module: nn.Module, loss: Callable[[Any, Any], Any] | None) -> None:

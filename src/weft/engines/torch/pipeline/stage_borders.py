@@ -15,7 +15,7 @@ _WORDS = 64  # of int64, in the message that describes a border
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)
 
 
-class Border(NamedTuple):
+class LayerOutput(NamedTuple):
     """What one layer gives.
 
     Attributes:
@@ -38,7 +38,7 @@ class Borders:
         self._owners = owners
         self._device = device
         self._rank = dist.get_rank(group)
-        self._known: dict[tuple[Hashable, int], Border] = {}
+        self._known: dict[tuple[Hashable, int], LayerOutput] = {}
         self._here: dict[int, tuple[torch.Tensor, ...]] = {}  # between two stages of this rank
         self._back: dict[int, Sequence[torch.Tensor]] = {}  # the gradients
         self._sent: list[Any] = []
@@ -61,7 +61,7 @@ class Borders:
     def receive(self, key: Hashable, stage: int) -> Any:
         """Receive what enters a stage, in the form in which a layer gave it; remember what it is."""
         if stage == 0:
-            self._known[key, -1] = Border("tuple", ())
+            self._known[key, -1] = LayerOutput("tuple", ())
             return None
         peer = self._owners[stage - 1]
         if peer == self._rank:
@@ -135,7 +135,7 @@ class Borders:
         return tuple(t.contiguous() if t.requires_grad else t.detach().contiguous().requires_grad_() for t in tensors)
 
 
-def _described(output: Any) -> tuple[Border, tuple[torch.Tensor, ...]]:
+def _described(output: Any) -> tuple[LayerOutput, tuple[torch.Tensor, ...]]:
     form = "tensor" if isinstance(output, torch.Tensor) else "tuple" if type(output) is tuple else "list"
     if form == "list" and type(output) is not list:
         _refuse(type(output).__name__)
@@ -145,7 +145,7 @@ def _described(output: Any) -> tuple[Border, tuple[torch.Tensor, ...]]:
             kind = type(one).__name__
             _refuse(f"{kind} of {one.dtype}" if isinstance(one, torch.Tensor) else f"a {form} with a {kind}")
     shapes = tuple(None if one is None else (tuple(one.shape), one.dtype) for one in entries)
-    return Border(form, shapes), tuple(one for one in entries if one is not None)
+    return LayerOutput(form, shapes), tuple(one for one in entries if one is not None)
 
 
 def _refuse(found: str) -> None:
@@ -157,18 +157,18 @@ def _refuse(found: str) -> None:
     )
 
 
-def _words(border: Border, device: torch.device) -> torch.Tensor:
+def _words(border: LayerOutput, device: torch.device) -> torch.Tensor:
     words = [_FORMS.index(border.form), len(border.shapes)]
     for shape in border.shapes:
         words += [-1] if shape is None else [_DTYPES.index(shape[1]), len(shape[0]), *shape[0]]
     return torch.tensor(words + [0] * (_WORDS - len(words)), dtype=torch.int64, device=device)
 
 
-def _border(words: list[int]) -> Border:
+def _border(words: list[int]) -> LayerOutput:
     given = iter(words)
     form, count = _FORMS[next(given)], next(given)
     shapes: list[tuple[tuple[int, ...], torch.dtype] | None] = []
     for _ in range(count):
         dtype = next(given)
         shapes.append(None if dtype < 0 else (tuple(next(given) for _ in range(next(given))), _DTYPES[dtype]))
-    return Border(form, tuple(shapes))
+    return LayerOutput(form, tuple(shapes))

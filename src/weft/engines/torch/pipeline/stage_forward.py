@@ -2,7 +2,7 @@
 
 [Note: one forward for all stages] Every rank runs the forward that the user wrote, with its own inputs: all ranks of a
 pipeline have the same batch. Layers of this stage compute. The last layer of the stage before returns what was
-received from there. Other layers of earlier stages return a tensor without values (`Elsewhere`); when a layer of a
+received from there. Other layers of earlier stages return a tensor without values (`RemoteOutput`); when a layer of a
 later stage is called, the work of this stage is done, and forward is left. So what lies between the layers (masks,
 positions, rotary embeddings) needs no description, and an order of layers that is not that of the stages is found:
 a layer would be given a tensor without values.
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from weft.engines.torch.hooks.method_hooks import Removable, route_calls
-from weft.engines.torch.pipeline.remote_output import Elsewhere, has_elsewhere
+from weft.engines.torch.pipeline.remote_output import RemoteOutput, has_elsewhere
 from weft.engines.torch.probes.no_trace import random_kept
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
@@ -36,7 +36,7 @@ class _Left(BaseException):
     """Forward is left: a layer of a later stage was called. Not an Exception, which a forward may catch."""
 
 
-class _Call:
+class _StageCall:
     """One forward of one stage."""
 
     def __init__(self, stage: int, received: Any) -> None:
@@ -67,7 +67,7 @@ class StageForward:
         self.seeds = False
         self._kind = type(module).__name__
         self._layers: set[str] = set()  # of the stages, which may also have parameters between them
-        self._running: _Call | None = None
+        self._running: _StageCall | None = None
         self._given: dict[str, Any] = {}  # like what layers have returned, as far as known
         self._lend: Callable[[int, str], AbstractContextManager[None]] | None = None
         self._numbers = {name: number for number, name in enumerate(name for names in stages for name in names)}
@@ -75,7 +75,7 @@ class StageForward:
             parts = [(name, module.get_submodule(name)) for name in names if not _is_parameter(module, name)]
             self._layers |= {name for name, _ in parts}
             for name, part in parts:
-                route = _Route(weakref.ref(self), number, name, is_last=name == parts[-1][0])
+                route = _LayerCalls(weakref.ref(self), number, name, is_last=name == parts[-1][0])
                 route_calls(part, removable, route)
 
     def run(self, stage: int, received: Any, forward: Callable[[], Any]) -> Any:
@@ -86,7 +86,7 @@ class StageForward:
         Raises:
             ContractError: The layers are called in another order than that of the stages.
         """
-        call = _Call(stage, received)
+        call = _StageCall(stage, received)
         before, self._running = self._running, call
         try:
             output = forward()
@@ -157,7 +157,7 @@ class StageForward:
         if call.is_done:
             self._raise_order(f"{name}, the last layer of stage {number}, is called twice")
         call.output, call.is_done = output, True
-        return map_tensors(Elsewhere.like, output)
+        return map_tensors(RemoteOutput.like, output)
 
     def _run(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.seeds:
@@ -167,9 +167,9 @@ class StageForward:
             return run(*args, **kwargs)
 
     def _note(self, name: str, output: Any) -> None:
-        self._given[name] = map_tensors(lambda tensor: Elsewhere.like(tensor, any_shape=True), output)
+        self._given[name] = map_tensors(lambda tensor: RemoteOutput.like(tensor, any_shape=True), output)
 
-    def _of_earlier(self, call: _Call, number: int, name: str, *, is_last: bool) -> Any:
+    def _of_earlier(self, call: _StageCall, number: int, name: str, *, is_last: bool) -> Any:
         if call.has_received:
             self._raise_order(f"{name} of stage {number} is called after the last layer of stage {call.stage - 1}")
         if is_last and number == call.stage - 1:
@@ -177,7 +177,7 @@ class StageForward:
             return call.received
         after = call.stage == len(self.stages)  # all layers: of what is between them, the shapes are not known
         like = self._given.get(name, call.received) if after else call.received
-        return map_tensors(lambda tensor: Elsewhere.like(tensor, any_shape=after), like)
+        return map_tensors(lambda tensor: RemoteOutput.like(tensor, any_shape=after), like)
 
     def _check_real(self, value: Any) -> None:
         """Raise if a tensor is on meta, as what torch computes from one that is there."""
@@ -208,7 +208,7 @@ class StageForward:
         )
 
 
-class _Route:
+class _LayerCalls:
     """The calls of one layer."""
 
     def __init__(self, owner: weakref.ref[StageForward], number: int, name: str, *, is_last: bool) -> None:

@@ -73,7 +73,7 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def units_whole(module: nn.Module) -> Iterator[None]:
+def gather_units_once(module: nn.Module) -> Iterator[None]:
     """Let FSDP2 gather all units of a module at once, and not for each micro-batch.
 
     Inside, its hooks on the units take the calls for those of a second run in backward, for which backward has
@@ -100,7 +100,7 @@ def units_whole(module: nn.Module) -> Iterator[None]:
             training.set(state, was)
 
 
-class Kept:
+class WaitingGradients:
     """Gradients of one call that wait for what arrives at its loss.
 
     Attributes:
@@ -136,7 +136,7 @@ class LentLayers:
         return not largest_over(self._group, [float(cut)], self._device)[0]
 
     @contextlib.contextmanager
-    def of(self, stage: int, name: str) -> Iterator[None]:
+    def lend(self, stage: int, name: str) -> Iterator[None]:
         """Let all ranks have what a layer of a stage has. Collectives: one broadcast per parameter and buffer.
 
         Yields:

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from weft.engines.options import TensorOptions
 from weft.engines.probes import Compared
 from weft.engines.torch.parallel.tensor_hooks import cut_sequence, join_sequence
-from weft.engines.torch.probes.compare import returned
+from weft.engines.torch.probes.compare import returned_tensors
 from weft.engines.torch.probes.no_trace import copied, no_trace
 from weft.engines.torch.probes.whole_unit import BETWEEN_BLOCKS
 from weft.tensors.blocks import full_tensor
@@ -69,8 +69,8 @@ class BetweenBlocks:
             One output after the other.
         """
         del gradients
-        found = returned(self._call(args, kwargs, contextlib.nullcontext()))
-        expected = returned(self.alone(name, args, kwargs))
+        found = returned_tensors(self._call(args, kwargs, contextlib.nullcontext()))
+        expected = returned_tensors(self.alone(name, args, kwargs))
         yield Compared("the number of outputs", torch.tensor(len(found)), torch.tensor(len(expected)))
         given = (*self.units[""].parameters(), *tensors((args, kwargs)), *found)
         low = torch.is_autocast_enabled(given[0].device.type) or any(t.dtype in _LOW for t in given)

@@ -23,7 +23,7 @@ OTHERS = (WeftError, dist.DistError, torch.OutOfMemoryError)
 OF_PARTS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)  # but for `OTHERS`
 
 
-def returned(value: Any, *, numbers: bool = True, depth: int = 3) -> list[torch.Tensor]:
+def returned_tensors(value: Any, *, numbers: bool = True, depth: int = 3) -> list[torch.Tensor]:
     """What a call has returned, as tensors: also numbers and arrays; and if there are no tensors, what objects hold."""
     found = []
     for _, leaf in leaves(value):
@@ -35,7 +35,7 @@ def returned(value: Any, *, numbers: bool = True, depth: int = 3) -> list[torch.
             found.append(torch.from_numpy(leaf.astype(np.float64)))
     if depth and not any(True for _ in tensors(value)):
         held = [vars(leaf) for _, leaf in leaves(value) if hasattr(leaf, "__dict__") and not callable(leaf)]
-        found += [one for attributes in held for one in returned(attributes, numbers=numbers, depth=depth - 1)]
+        found += [one for attributes in held for one in returned_tensors(attributes, numbers=numbers, depth=depth - 1)]
     return found
 
 

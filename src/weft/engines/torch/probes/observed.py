@@ -13,7 +13,7 @@ _LOW = (torch.bfloat16, torch.float16)
 _DRAWS = (torch.ops.aten.bernoulli, torch.ops.aten.bernoulli_)  # all kinds of dropout, but for those with a kernel
 
 
-class Observed(torch_internals.dispatch_mode.base):  # type: ignore[name-defined, misc]
+class WithoutDropout(torch_internals.dispatch_mode.base):  # type: ignore[name-defined, misc]
     """Leaves dropout out, and notes whether numbers of 16 bits were computed.
 
     Attributes:

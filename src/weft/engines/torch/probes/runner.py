@@ -2,7 +2,7 @@
 
 [Note: where a probe runs] Inputs are compared before all else, so that nothing is sent that does not fit. What a unit
 computes is measured at once after its forward, inside of its hooks: strategies that come later have gathered its
-parameters, and nobody's hooks on it are called again. Of the hooks in it, those run again that returned something. From
+parameters, and no hooks on it are called again. Of the hooks in it, those run again that returned something. From
 outside it is measured before its forward, without hooks that never returned anything, and once more after it if now
 they do.
 
@@ -29,7 +29,14 @@ from weft.engines.probes import Compared, OnlyInParts, Probe, ProbeMode, Schedul
 from weft.engines.torch.compute.compile_module import already_compiled
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
-from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, difference, differing_ranks, largest_over, returned
+from weft.engines.torch.probes.compare import (
+    OF_PARTS,
+    OTHERS,
+    difference,
+    differing_ranks,
+    largest_over,
+    returned_tensors,
+)
 from weft.engines.torch.probes.no_trace import copied, is_measured, measured, no_trace, zeros_filled
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
 from weft.engines.torch_errors import is_communication_error, mixed_kinds_error
@@ -124,7 +131,7 @@ class Prober:
             if not any(map(is_fsdp_unit, unit.modules())):  # whose parameters are on their way to a backward pass
                 later = self._measure(name, given, number, still_quiet)
         if later:
-            needs = [n for n, one in enumerate(returned(output, numbers=False)) if one.requires_grad]
+            needs = [n for n, one in enumerate(returned_tensors(output, numbers=False)) if one.requires_grad]
             self._judge(name, [(times, one) for times, one in later if one.trained in needs])
         return output
 
@@ -223,7 +230,7 @@ class Prober:
 
     def _works_alone(self, name: str, given: _Call) -> bool:
         try:
-            with self._apart(name), torch.no_grad():
+            with self._isolated(name), torch.no_grad():
                 self._probe.alone(name, *given)
         except OF_PARTS:
             return False
@@ -232,7 +239,7 @@ class Prober:
     def _measure(self, name: str, given: _Call, number: int, quiet: Collection[int] = ()) -> list[_Found]:
         """Compare; what matters only for outputs that need gradients is returned."""
         gradients = number == 1 and (self._rehearses or torch.is_grad_enabled())
-        with self._apart(name, quiet):
+        with self._isolated(name, quiet):
             pairs = self._probe.measure(name, *given, gradients=gradients)
             found = [(difference(one) / one.limit, one) for one in pairs]
             self.schedule.note(name, ((one.what, times) for times, one in found if one.trained is None))
@@ -240,7 +247,7 @@ class Prober:
         return [one for one in found if one[1].trained is not None]
 
     @contextlib.contextmanager
-    def _apart(self, name: str, quiet: Collection[int] = ()) -> Iterator[None]:
+    def _isolated(self, name: str, quiet: Collection[int] = ()) -> Iterator[None]:
         """Around what a probe runs."""
         unit, outside = self._probe.units.get(name, self._probe.spare), self._probe.outside
         assert unit is not None
@@ -315,7 +322,7 @@ def _is_simulated(args: Any, kwargs: Any) -> bool:
 def _holds_tensors(args: Any, kwargs: Any) -> bool:
     """Whether an object among the arguments holds some."""
     objects = [leaf for _, leaf in leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
-    return bool(returned(objects, numbers=False))
+    return bool(returned_tensors(objects, numbers=False))
 
 
 def _line(error: Exception) -> str:

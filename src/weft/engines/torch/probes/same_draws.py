@@ -1,4 +1,4 @@
-"""Rows that are computed together draw the random numbers that they draw apart."""
+"""Rows that are computed together draw the random numbers that they draw when computed separately."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch.func import functional_call
 
 from weft.engines.probes import Compared, OnlyInParts
-from weft.engines.torch.parallel.sequence_exchange import Ranks
-from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, difference, returned
+from weft.engines.torch.parallel.sequence_exchange import SequenceRanks
+from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, difference, returned_tensors
 from weft.engines.torch.probes.no_trace import no_trace
-from weft.engines.torch.probes.observed import Observed
+from weft.engines.torch.probes.observed import WithoutDropout
 from weft.tensors.nested import leaves, map_leaves, map_tensors, tensors
 from weft.tensors.sequence_order import SequencePart, note_part, part_of, places
 
@@ -47,7 +47,9 @@ class SlicedSequences:
         '[weft.gather(position_ids[0], ctx.on("context")).argsort()]  # [places, rows, ...]'
     )
 
-    def __init__(self, module: nn.Module, ranks: Ranks, undivided: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, module: nn.Module, ranks: SequenceRanks, undivided: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         """Remember what is called.
 
         Args:
@@ -90,7 +92,7 @@ class SlicedSequences:
 
     def _compare(self, name: str, args: Any, kwargs: Any, *, few: bool = False) -> Generator[Compared, None, bool]:
         n, trains = self._ranks.number, torch.is_grad_enabled()
-        with torch.no_grad(), Observed() as observed, _without_fast_path():
+        with torch.no_grad(), WithoutDropout() as observed, _without_fast_path():
             parts, whole, expected = self._whole(name, args, kwargs, few)
             is_loss = any(one.ndim == 0 and one.is_floating_point() for one in expected)
             counted = self._counted(name, whole) if is_loss and trains else []
@@ -144,7 +146,7 @@ class SlicedSequences:
 
     def _returned(self, name: str, call: Any, *, whole: bool) -> list[torch.Tensor]:
         with no_trace(self.units[name]):  # all begin with the same random states and attributes
-            return returned(self._call(name, *call, whole=whole), numbers=False)
+            return returned_tensors(self._call(name, *call, whole=whole), numbers=False)
 
     def _call(self, name: str, args: Any, kwargs: Any, *, whole: bool) -> Any:
         module = self.units[name]

@@ -22,7 +22,7 @@ from weft import torch_internals
 from weft.engines.probes import Compared
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
-from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, returned
+from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, returned_tensors
 from weft.engines.torch.probes.no_trace import copied, no_trace
 from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.engines.torch.probes.same_draws import SameDraws
@@ -174,7 +174,7 @@ class SplitRows(ExpertUnits):
             return wide.requires_grad_(tensor.requires_grad)
 
         held = {own: leaf(p) for own, p in held.items()}
-        sent, draws = _Messages(), SameDraws()
+        sent, draws = _MessageWatch(), SameDraws()
 
         def run(call: _Call, buffers: Mapping[str, torch.Tensor], *, together: bool = False) -> _Left:
             draws.begin(together=together)
@@ -183,7 +183,7 @@ class SplitRows(ExpertUnits):
                 output = functional_call(unit, held | own, *map_tensors(leaf, copied(call)))
                 kept = [value for part in unit.modules() for n, value in vars(part).items() if n not in _OF_TORCH]
                 left = [t for t in tensors(kept) if t.requires_grad and not t.is_leaf]
-            return [*returned(output, numbers=False), *left], own
+            return [*returned_tensors(output, numbers=False), *left], own
 
         autocast = torch.autocast(device_type, enabled=False)
         with self._undivided(name), torch.autograd.graph.saved_tensors_hooks(_same, _same), autocast:
@@ -216,7 +216,7 @@ class SplitRows(ExpertUnits):
         return [given, other, of_rows(lambda t: torch.cat([t, stranger if t is first else t], dim))]
 
 
-class _Messages(torch_internals.dispatch_mode.base):  # type: ignore[name-defined, misc]
+class _MessageWatch(torch_internals.dispatch_mode.base):  # type: ignore[name-defined, misc]
     """Notes whether anything is sent.
 
     Attributes:
@@ -236,7 +236,7 @@ class _Messages(torch_internals.dispatch_mode.base):  # type: ignore[name-define
 
 
 def _differences(
-    run: Callable[..., _Left], parts: list[_Call], buffers: Mapping[str, torch.Tensor], sent: _Messages
+    run: Callable[..., _Left], parts: list[_Call], buffers: Mapping[str, torch.Tensor], sent: _MessageWatch
 ) -> Iterator[Compared]:
     one, after_one = run(parts[0], buffers)
     if sent.any:

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from weft.engines.options import TensorOptions
 from weft.engines.probes import Compared
-from weft.engines.torch.probes.compare import difference, largest_over, returned
+from weft.engines.torch.probes.compare import difference, largest_over, returned_tensors
 from weft.engines.torch.probes.no_trace import as_made, attributes_of, copied, no_trace
 from weft.engines.torch.probes.part_uses import watched
 from weft.engines.torch.probes.repeated_hooks import hooks_off
@@ -219,8 +219,8 @@ class WholeUnits:
             buffers = {n: wide(b).clone() for n, b in unit.named_buffers()}
             together, alone = self._from_one_state(
                 name,
-                lambda: returned(functional_call(unit, {**mine, **buffers}, given[0], dict(given[1]))),
-                lambda: returned(self._call_whole(name, whole, *given_whole)),
+                lambda: returned_tensors(functional_call(unit, {**mine, **buffers}, given[0], dict(given[1]))),
+                lambda: returned_tensors(self._call_whole(name, whole, *given_whole)),
             )
             yield Compared("the number of outputs", torch.tensor(len(together)), torch.tensor(len(alone)))
             outputs = enumerate(zip(together, alone, strict=False))

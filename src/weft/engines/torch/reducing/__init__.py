@@ -9,6 +9,6 @@ flat_buffer.py         gradients in one flat buffer
 flat_step.py           the step on that buffer
 power_sgd.py           gradients as products of thin matrices on their way
 zero_gradients.py      gradients of zeros, for hooks that wait for gradients
-separate_reduction.py  parameters whose gradients are averaged apart from the others
+separate_reduction.py  parameters whose gradients are averaged separately from the others
 replica_average.py     gradients averaged over replicas that may be lost in between
 """

@@ -60,7 +60,7 @@ class Buckets:
         self._make_reducer()
 
     @property
-    def is_told(self) -> bool:
+    def was_called_by_torch(self) -> bool:
         """Whether torch has called what is to reduce the buckets; True where torch itself does that."""
         return bool(self._told[0])
 

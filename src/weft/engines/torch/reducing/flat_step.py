@@ -54,7 +54,7 @@ def flat_buffer_of(optimizer: torch.optim.Optimizer, reducers: Sequence[object])
     )
 
 
-class _Run:
+class _FlatSlice:
     """A slice of a flat piece that stands in for consecutive parameters of one group."""
 
     def __init__(self, piece: FlatPiece, first: int, last: int) -> None:
@@ -119,7 +119,7 @@ class FlatStep(StepsOnOthers):
 
     def __init__(self, optimizer: torch.optim.Optimizer, buffer: FlatBuffer) -> None:
         self._groups = [list(entry["params"]) for entry in optimizer.param_groups]
-        self._runs: list[_Run] = []
+        self._runs: list[_FlatSlice] = []
         buffer.lay_out([p for group in self._groups for p in group if p.requires_grad])
         self._buffer = weakref.ref(buffer)  # it holds the process group
         self._plain: list[list[torch.Tensor]] | None = None  # while a step runs: the user's groups
@@ -226,7 +226,7 @@ class _ZeroGrad:
                 parameter.grad = None
 
 
-def _has_gradients(run: _Run) -> bool:
+def _has_gradients(run: _FlatSlice) -> bool:
     """Whether the run's gradients are there; puts strangers into the buffer first."""
     if run.is_attached():
         return True
@@ -246,18 +246,18 @@ def _has_gradients(run: _Run) -> bool:
 
 def _runs_of(
     group: Sequence[torch.Tensor], pieces: Sequence[FlatPiece], optimizer: torch.optim.Optimizer
-) -> list[_Run]:
+) -> list[_FlatSlice]:
     """Cut a group into the longest stretches that lie side by side in one piece and were stepped equally often."""
     places = {id(p): (number, index) for number, piece in enumerate(pieces) for index, p in enumerate(piece.parameters)}
     wanted = sorted(places[id(p)] for p in group)
     shared = [_shared_state(optimizer, pieces[number].parameters[index]) for number, index in wanted]
-    runs: list[_Run] = []
+    runs: list[_FlatSlice] = []
     start = 0
     for end in range(1, len(wanted) + 1):
         goes_on = end < len(wanted) and wanted[end] == (wanted[end - 1][0], wanted[end - 1][1] + 1)
         if not goes_on or shared[end] != shared[end - 1]:
             number, first = wanted[start]
-            runs.append(_Run(pieces[number], first, wanted[end - 1][1] + 1))
+            runs.append(_FlatSlice(pieces[number], first, wanted[end - 1][1] + 1))
             start = end
     return runs
 

@@ -36,13 +36,13 @@ from weft.engines.options import ReduceOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.amp.graph_walk import running_backward
 from weft.engines.torch.hooks.backward_session import BackwardSession
-from weft.engines.torch.hooks.bypassed_forward import raise_past_forward
+from weft.engines.torch.hooks.bypassed_forward import raise_bypassed_forward
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import attach
 from weft.engines.torch.reducing.flat_buffer import fit_one_message
-from weft.engines.torch.reducing.separate_reduction import ReducedApart
+from weft.engines.torch.reducing.separate_reduction import SeparateReduction
 from weft.engines.torch.reducing.strategy import Strategy
-from weft.engines.torch.reducing.trained import Trained, check_hooks
+from weft.engines.torch.reducing.trained import TrainedParameters, check_hooks
 from weft.engines.torch.reducing.transport import Transport
 from weft.engines.torch.reducing.zero_gradients import anchor_of, bring_zeros, zeros_for
 from weft.engines.torch.steps.watch import raise_step_inside
@@ -66,8 +66,8 @@ class GradientReducer(Strategy):
         self._stepped_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         # Buckets finish in a callback of their own, which has to be over before ours.
         self._session = BackwardSession(self._begin, self._end, rounds=0 if options.at_end else 1)
-        self._trained = Trained(self._what, module, options)
-        self._apart = ReducedApart(options.apart, options.dtype)
+        self._trained = TrainedParameters(self._what, module, options)
+        self._apart = SeparateReduction(options.apart, options.dtype)
         for end in (self.transport.undo, self._apart.release, self._trained.release):
             self._removable.add(end)
         self._take_parameters(module)
@@ -171,7 +171,7 @@ class GradientReducer(Strategy):
         # Steps change the version: a call before the last step is no excuse for this backward.
         if self._called_at != torch_internals.VERSION.of(trained.parameters[0]):
             name = trained.names[index]
-            raise_past_forward(self._what, name, self._module(), self._class_name, self._options.methods)
+            raise_bypassed_forward(self._what, name, self._module(), self._class_name, self._options.methods)
         if torch.is_grad_enabled():
             _raise_creates_graph(self._what, self._class_name)
         self._first_steps.begin_backward(trained.first() if index else None)
@@ -217,7 +217,7 @@ class GradientReducer(Strategy):
         number = str(self._reductions)
         if not pending:
             trained.forget()
-            self._first_steps.note_nothing(self._reductions)
+            self._first_steps.note_empty_window(self._reductions)
             self._peers.count(number, 1)
         self._called_at = torch_internals.VERSION.of(trained.parameters[0])
         transport.prepare()

@@ -138,7 +138,7 @@ class ReplicaAverage:
         if used is not None:
             for p, count in zip(trained.values(), used.tolist(), strict=True):
                 if not count:
-                    p.grad = None  # nobody used it
+                    p.grad = None  # no replica used it
 
     def _without(self, trained: Mapping[str, nn.Parameter]) -> list[str]:
         """The names of those that this backward pass has given no gradient, to this replica."""
@@ -225,7 +225,7 @@ def _by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return list(found.values())
 
 
-class _Bucket(NamedTuple):
+class _HostCopies(NamedTuple):
     """Tensors on an accelerator that are copied to the CPU and back together.
 
     Attributes:
@@ -264,7 +264,7 @@ class _Flat:
         self._tensors: list[torch.Tensor] = []
         self._buckets = list(self._cut(sizes)) if is_far else []
 
-    def _cut(self, sizes: Sequence[int]) -> Iterator[_Bucket]:
+    def _cut(self, sizes: Sequence[int]) -> Iterator[_HostCopies]:
         room = _BUCKET_BYTES // self.values.element_size()
         places = [0, *itertools.accumulate(sizes)]
         memory = torch.empty(min(room, places[-1]), dtype=self.values.dtype, device=self._device)
@@ -276,7 +276,7 @@ class _Flat:
                 shapes = [part.shape for part in self._parts[first:last]]
                 parts = packed.split(sizes[first:last]) if len(packed) else ()
                 views = tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=False))
-                yield _Bucket(slice(first, last), values, packed, views)
+                yield _HostCopies(slice(first, last), values, packed, views)
                 first = last
 
     def fill(self, tensors: Sequence[torch.Tensor], factor: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Parameters whose gradients are averaged at the end of a backward pass, apart from the others.
+"""Parameters whose gradients are averaged at the end of a backward pass, separately from the others.
 
 Those are DTensors over axes that are not the strategy's own, parameters whose gradients are summed over other ranks
 than the others', and what `fully_shard` leaves whole. Parts that lie on this rank travel, all of those that go to
@@ -27,7 +27,7 @@ from weft.tensors.pairwise import as_real
 from weft.tensors.remote_parameter import is_elsewhere
 
 
-class ReducedApart:
+class SeparateReduction:
     """Such parameters of one module.
 
     Attributes:

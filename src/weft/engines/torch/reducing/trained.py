@@ -16,7 +16,7 @@ from weft.engines.options import ReduceOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
-from weft.engines.torch.hooks.program_lines import applied
+from weft.engines.torch.hooks.program_lines import strategy_line
 from weft.engines.torch.steps.watch import check_same_gradients
 from weft.errors import ContractError, listed
 
@@ -30,7 +30,7 @@ class Arrival(Protocol):
         """It has reached parameter `index`."""
 
 
-class Trained:
+class TrainedParameters:
     """The trained parameters of one module.
 
     Attributes:
@@ -108,7 +108,7 @@ class Trained:
                 f"{what}: {class_name} was moved or converted after {what}",
                 found=f"parameters in {first.dtype} on {first.device}, which are not where they were",
                 expected=f"model.to(...), .double(), .half(), .cpu() before {what}; gradients would not be averaged",
-                fix=f"model.to(...); {applied(what)}  # in this order; or weft.undo before it",
+                fix=f"model.to(...); {strategy_line(what)}  # in this order; or weft.undo before it",
             )
         return first
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engines.options import ReduceOptions
-from weft.engines.torch.hooks.first_steps import not_averaged
+from weft.engines.torch.hooks.first_steps import not_averaged_error
 from weft.engines.torch.reducing.buckets import Buckets
 from weft.engines.torch.reducing.flat_buffer import FlatBuffer
 from weft.errors import NotSynchronized
@@ -135,9 +135,9 @@ class Transport:
         self.armed = False
         if self.channel is not None:
             self.channel.end(got)
-        if isinstance(self.channel, Buckets) and not self.channel.is_told:
+        if isinstance(self.channel, Buckets) and not self.channel.was_called_by_torch:
             found = "gradients came, and the function that sends them was not called"
-            raise not_averaged(self._options.strategy, self._class_name, found)
+            raise not_averaged_error(self._options.strategy, self._class_name, found)
 
     def forget_outputs(self) -> None:
         """Their graph is done."""
@@ -205,11 +205,11 @@ def _through_one_node(output: Any) -> Any:
     needing = [t for t in tensors(output) if t.requires_grad]
     if not needing:
         return output
-    passed = dict(zip(map(id, needing), _Pass.apply(*needing), strict=True))  # type: ignore[no-untyped-call]
+    passed = dict(zip(map(id, needing), _OneNode.apply(*needing), strict=True))  # type: ignore[no-untyped-call]
     return map_tensors(lambda tensor: passed.get(id(tensor), tensor), output)
 
 
-class _Pass(torch.autograd.Function):
+class _OneNode(torch.autograd.Function):
     """The identity, as one node for many tensors."""
 
     @staticmethod

@@ -52,7 +52,9 @@ class Owned(NamedTuple):
         return self.sources != (self.owner,)
 
 
-def owned(parameters: Sequence[torch.Tensor], blocks: Sequence[tuple[Block, ...]], num_ranks: int) -> list[Owned]:
+def assign_owners(
+    parameters: Sequence[torch.Tensor], blocks: Sequence[tuple[Block, ...]], num_ranks: int
+) -> list[Owned]:
     """Choose owners so that work and memory are balanced.
 
     The work is that of a product of the matrix with itself, as Muon and Shampoo do: elements times the shorter side.
@@ -75,7 +77,7 @@ def owned(parameters: Sequence[torch.Tensor], blocks: Sequence[tuple[Block, ...]
     ]
 
 
-def rounds(every: Sequence[Owned], num_ranks: int) -> list[list[int]]:
+def owner_rounds(every: Sequence[Owned], num_ranks: int) -> list[list[int]]:
     """Cut the parameters into rounds in which each owner steps on few bytes: one matrix, or several small ones.
 
     Returns:
@@ -132,8 +134,8 @@ class OwnerStep(SwappedStep):
         self._share = share
         self._held = [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
         parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
-        self._every = owned(parameters, blocks, dist.get_world_size(group))
-        self._rounds = rounds(self._every, dist.get_world_size(group))
+        self._every = assign_owners(parameters, blocks, dist.get_world_size(group))
+        self._rounds = owner_rounds(self._every, dist.get_world_size(group))
         self._places = [place for place, entry in enumerate(optimizer.param_groups) for _ in entry["params"]]
         self._mine = {id(one.parameter) for one in self._every if one.owner == self._rank}
         super().__init__(optimizer)

@@ -23,7 +23,7 @@ from weft.engines.options import StepMeshes
 from weft.engines.torch.steps.state_layout import state_layout
 from weft.engines.torch.steps.swapped import Groups, SwappedStep, is_elementwise
 from weft.errors import OrderError
-from weft.tensors.blocks import full_tensor, laid_as
+from weft.tensors.blocks import full_tensor, redistributed_as
 from weft.tensors.nested import map_tensors, tensors
 
 _LOOK_AT_WHOLE = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
@@ -87,7 +87,7 @@ class WholeStep(SwappedStep):
             state = optimizer.state.pop(whole, {})
             optimizer.state[parameter] = self._cut(state, parameter)
         with torch.no_grad():
-            parameter.copy_(laid_as(whole.detach(), parameter))
+            parameter.copy_(redistributed_as(whole.detach(), parameter))
 
     def _cut(self, state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         """The state of a parameter; of tensors of its shape, also in lists and dicts, this rank's part."""
@@ -98,9 +98,9 @@ class WholeStep(SwappedStep):
             return value
         rows, cut = self._others.get(cast("nn.Parameter", parameter), (self._mesh, None))
         if rows is None or (isinstance(parameter, DTensor) and cut is None):
-            return laid_as(value, parameter)
+            return redistributed_as(value, parameter)
         layout = state_layout(parameter, rows, cut)
-        return laid_as(value, parameter) if layout is None else layout.dtensor(layout.part(value))
+        return redistributed_as(value, parameter) if layout is None else layout.dtensor(layout.part(value))
 
 
 def _is_uneven(parameter: torch.Tensor) -> bool:
@@ -169,4 +169,4 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    return laid_as(value, parameter) if isinstance(value, DTensor) else value
+    return redistributed_as(value, parameter) if isinstance(value, DTensor) else value

@@ -242,7 +242,7 @@ class LocalSteps:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume; the parameters are those of this rank, if as many ranks were saved, and else the anchors."""
-        from weft.tensors.blocks import laid_as  # noqa: PLC0415  (half a second of imports in torch)
+        from weft.tensors.blocks import redistributed_as  # noqa: PLC0415  (half a second of imports in torch)
 
         self._begin()
         self._steps = int(state["steps"])
@@ -255,7 +255,7 @@ class LocalSteps:
             return
         for name, anchor in self._anchors.items():
             saved = state["outer"]["state"].get(name, {})
-            own = {key: laid_as(value, anchor) if _has_dims(value) else value for key, value in saved.items()}
+            own = {key: redistributed_as(value, anchor) if _has_dims(value) else value for key, value in saved.items()}
             self._outer.state[anchor] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in own.items()}
         for group, options in zip(self._outer.param_groups, state["outer"]["groups"], strict=True):
             group.update(options)

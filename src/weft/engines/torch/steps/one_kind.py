@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.torch.hooks.every_optimizer import optimizers_of
-from weft.engines.torch.steps.shards import Part, PartitionedStep
+from weft.engines.torch.steps.shards import ParameterShard, PartitionedStep
 from weft.engines.torch.steps.swapped import StepsOnOthers, is_elementwise
 from weft.tensors.blocks import as_dtensor, full_tensor
 from weft.tensors.dtensor import local
@@ -73,7 +73,7 @@ class _OneKind(PartitionedStep):
         super()._take_groups(optimizer)
 
     @override
-    def _part_of(self, parameter: nn.Parameter) -> Part | None:
+    def _part_of(self, parameter: nn.Parameter) -> ParameterShard | None:
         if self._elementwise:
             return super()._part_of(parameter)
         if self._copied_over is None or isinstance(parameter, DTensor):
@@ -104,7 +104,7 @@ def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
     return any(id(entry) in groups for one in others for entry in one.param_groups)
 
 
-class _Copy(Part):
+class _Copy(ParameterShard):
     """A whole parameter as a replicated DTensor in the same memory."""
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh) -> None:

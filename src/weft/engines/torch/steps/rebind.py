@@ -1,7 +1,7 @@
 """Optimizers that were made before the parameters of a module were exchanged.
 
 An optimizer holds the parameter objects it was given. If a module's parameters are exchanged for
-others, it goes on updating the old ones, and the model silently does not train. Here it is moved to
+others, it keeps updating the old ones, and the model silently does not train. Here it is moved to
 the new parameters with groups and state.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.tensors.blocks import laid_as
+from weft.tensors.blocks import redistributed_as
 from weft.tensors.nested import map_tensors
 
 
@@ -26,7 +26,7 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], new: Mapping[Any, nn.Par
     """
     for old, parameter in new.items():
         if not (old.grad is None or old.grad.is_meta) and parameter.grad is None and not parameter.is_meta:
-            parameter.grad = laid_as(old.grad, parameter)
+            parameter.grad = redistributed_as(old.grad, parameter)
     for optimizer in optimizers:
         for entry in optimizer.param_groups:
             entry["params"][:] = [new.get(p, p) for p in entry["params"]]  # some optimizers keep the list
@@ -39,4 +39,4 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], new: Mapping[Any, nn.Par
 
 def state_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """State of a parameter, cut or whole as that is; numbers stay."""
-    return laid_as(value, parameter) if value.dim() else value
+    return redistributed_as(value, parameter) if value.dim() else value

@@ -28,7 +28,7 @@ from weft.engines.options import StepMeshes
 from weft.engines.torch.steps.state_layout import StateLayout, state_layout
 from weft.engines.torch.steps.swapped import StepsOnOthers, after_closure
 from weft.errors import ContractError, listed
-from weft.tensors.blocks import cut_as, laid_as, sharded_as
+from weft.tensors.blocks import cut_as, redistributed_as, sharded_as
 from weft.tensors.dtensor import local
 from weft.tensors.pairwise import PairGather, as_real
 
@@ -38,7 +38,7 @@ _FEW_RANKS = 16
 _KEPT_BYTES = 2**20  # messages of small parameters, kept from step to step
 
 
-class Part:
+class ParameterShard:
     """What this rank updates of one parameter."""
 
     def __init__(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ class Part:
         return self.as_dtensor(value) if cut else value
 
 
-class _Shard(Part):
+class _Shard(ParameterShard):
     """The shard of one parameter that is a DTensor."""
 
     def __init__(self, parameter: DTensor) -> None:
@@ -140,10 +140,10 @@ class _Shard(Part):
         if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != self._sharded.shape:
             return value
         alike = isinstance(value, DTensor) and value.placements == self._sharded.placements
-        return local(value if alike else laid_as(value, self.parameter))
+        return local(value if alike else redistributed_as(value, self.parameter))
 
 
-class _Rows(Part):
+class _Rows(ParameterShard):
     """The rows of what this rank holds of one parameter: of all of it, or of its part of a DTensor."""
 
     def __init__(self, parameter: nn.Parameter, layout: StateLayout, mesh: DeviceMesh) -> None:
@@ -243,12 +243,12 @@ class PartitionedStep(StepsOnOthers):
         """
         self._released = False
         self._mesh, self._others = mesh, others
-        self._parts: list[list[Part | None]] = []
+        self._parts: list[list[ParameterShard | None]] = []
         self._take_groups(optimizer)
         found = [part.mesh for part in self._all() if isinstance(part, _Rows)]
         self._meshes = list({id(one): one for one in found}.values())  # over which rows are gathered
         self._plain: list[list[torch.Tensor]] | None = None
-        self._kept: dict[int, tuple[list[int], _Message]] = {}
+        self._kept: dict[int, tuple[list[int], _RowsGather]] = {}
         self._take_state(optimizer)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
@@ -274,7 +274,7 @@ class PartitionedStep(StepsOnOthers):
             state = {} if optimizer is None or isinstance(part, _Shard) else optimizer.state.get(part.parameter, {})
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim():
-                    state[key] = laid_as(value, part.parameter)
+                    state[key] = redistributed_as(value, part.parameter)
         self._parts = []
         self.release()
 
@@ -291,11 +291,11 @@ class PartitionedStep(StepsOnOthers):
         self._held = _ids(optimizer)
         self._parts = [[self._part_of(p) for p in entry["params"]] for entry in optimizer.param_groups]
 
-    def _part_of(self, parameter: nn.Parameter) -> Part | None:
+    def _part_of(self, parameter: nn.Parameter) -> ParameterShard | None:
         """What is stepped on in the place of a parameter; None: itself."""
         return _part(parameter, self._mesh, self._others)
 
-    def _all(self) -> Iterator[Part]:
+    def _all(self) -> Iterator[ParameterShard]:
         for group in self._parts:
             yield from (part for part in group if part is not None)
 
@@ -327,7 +327,7 @@ class PartitionedStep(StepsOnOthers):
         # The parameters changed without torch noticing: their version is what tells others.
         torch.autograd.graph.increment_version([part.parameter for part in stepped])
 
-    def _put_back(self, optimizer: torch.optim.Optimizer) -> list[Part]:
+    def _put_back(self, optimizer: torch.optim.Optimizer) -> list[ParameterShard]:
         """Let the optimizer hold whole parameters again; returns what was stepped."""
         assert self._plain is not None
         for entry, plain in zip(optimizer.param_groups, self._plain, strict=True):
@@ -367,13 +367,13 @@ class PartitionedStep(StepsOnOthers):
             return
         buckets = _cut(small)
         for bucket in buckets:
-            sent = _Message(bucket, mesh, group)
+            sent = _RowsGather(bucket, mesh, group)
             sent.gather()
             if len(buckets) == 1 and sum(rows.nbytes for rows in bucket) <= _KEPT_BYTES:
                 self._kept[id(mesh)] = (places, sent)
 
 
-def shard_of(parameter: torch.Tensor) -> Part:
+def shard_of(parameter: torch.Tensor) -> ParameterShard:
     """The shard of a DTensor, to step on."""
     return _Shard(cast("DTensor", parameter))
 
@@ -382,7 +382,7 @@ def _ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
 
 
-def _part(parameter: nn.Parameter, mesh: DeviceMesh | None, others: StepMeshes) -> Part | None:
+def _part(parameter: nn.Parameter, mesh: DeviceMesh | None, others: StepMeshes) -> ParameterShard | None:
     rows, cut = others.get(parameter, (mesh, None))
     if isinstance(parameter, DTensor) and (rows is None or cut is None or not parameter.dim()):
         return _Shard(parameter)
@@ -403,7 +403,7 @@ def _cut(small: list[_Rows]) -> list[list[_Rows]]:
     return buckets
 
 
-class _Message:
+class _RowsGather:
     """One all-gather for the rows of several parameters: what is sent, and where it belongs."""
 
     def __init__(self, bucket: list[_Rows], mesh: DeviceMesh, group: dist.ProcessGroup) -> None:

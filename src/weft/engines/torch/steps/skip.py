@@ -83,7 +83,7 @@ class SkippingStep:
         if not scales:
             return
         for scale in scales:
-            scale.mend()
+            scale.unscale_after_error()
         parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
         held = {id(p) for p in parameters}
         own = [_holds(scale, held) for scale in scales]

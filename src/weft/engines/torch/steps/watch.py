@@ -82,7 +82,7 @@ class Steps:
             owner: The strategy.
             group: Its ranks.
             peers: The same ones.
-            module: Whose parameters an optimizer may hold that nobody has named; None: every one is attached.
+            module: Whose parameters an optimizer may hold that weft was not given; None: every one is attached.
         """
         self.number = 0
         self.changed = False
@@ -90,7 +90,7 @@ class Steps:
         self._owner = weakref.ref(owner)
         self._group: dist.ProcessGroup | None = group
         self._peers = peers
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _WatchedOptimizer] = weakref.WeakKeyDictionary()
         self._searches_left = _MAX_SEARCHES
         self._looked = False
         self._version = self._number = 0  # of a parameter, and of steps, at the last look
@@ -131,7 +131,9 @@ class Steps:
             steps = optimizer.register_step_pre_hook(self._before)
             # First of all: other hooks read gradients, which may be pending.
             torch_internals.STEP_PRE_HOOKS.of(optimizer).move_to_end(steps.id, last=False)
-            self._seen[optimizer] = _Seen((steps, optimizer.register_state_dict_post_hook(self._refuse_file)))
+            self._seen[optimizer] = _WatchedOptimizer(
+                (steps, optimizer.register_state_dict_post_hook(self._refuse_file))
+            )
 
     def check_called(self) -> None:
         """Raise if an optimizer that is to step on parts has stepped, and torch has called no hook on it.
@@ -225,7 +227,7 @@ class Steps:
 
     def _compare(self, optimizer: torch.optim.Optimizer, owner: StepOwner) -> None:
         """Compare settings with those of the other ranks, of which a different one lets weights drift apart."""
-        seen = self._seen.setdefault(optimizer, _Seen())  # a wrapper may have the hooks of an optimizer
+        seen = self._seen.setdefault(optimizer, _WatchedOptimizer())  # a wrapper may have the hooks of an optimizer
         seen.steps = number = seen.steps + 1
         if number > _OFTEN and number % (_OFTEN if number <= _RARELY else _RARELY):
             return
@@ -255,7 +257,7 @@ class Steps:
 
 
 @dataclass
-class _Seen:
+class _WatchedOptimizer:
     """What is kept of one optimizer: the hooks on it, and how many steps it has made."""
 
     handles: tuple[RemovableHandle, ...] = ()

@@ -1,4 +1,4 @@
-"""What a parameter is between the calls of its part: on meta, and an error for whoever computes with it.
+"""What a parameter is between the calls of its part: on meta, and computing with it is an error.
 
 torch multiplies by a matrix on meta without an error, and returns memory that was never written.
 """
@@ -20,7 +20,7 @@ from weft.tensors.remote_parameter import empty_elsewhere
 _NAME = "_weft_name"
 
 
-class _StandIn(nn.Parameter):
+class _StreamedPlaceholder(nn.Parameter):
     """A parameter without values; its shape, dtype and the like may be asked for."""
 
     @classmethod
@@ -61,7 +61,7 @@ def stand_in(parameter: torch.Tensor, name: str) -> nn.Parameter:
 
 
 def _named(tensor: Any, name: str) -> nn.Parameter:
-    tensor.__class__ = _StandIn
+    tensor.__class__ = _StreamedPlaceholder
     vars(tensor)[_NAME] = name
     made: nn.Parameter = tensor
     return made

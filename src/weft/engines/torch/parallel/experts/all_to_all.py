@@ -48,7 +48,7 @@ class Line:
         self._group = None
 
 
-class Route(NamedTuple):
+class RowRoute(NamedTuple):
     """How many rows go where.
 
     Attributes:
@@ -61,12 +61,12 @@ class Route(NamedTuple):
     sent: list[int]
     received: list[int]
 
-    def back(self) -> Route:
+    def back(self) -> RowRoute:
         """The way back."""
-        return Route(self.group, self.received, self.sent)
+        return RowRoute(self.group, self.received, self.sent)
 
 
-def send_rows(route: Route, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def send_rows(route: RowRoute, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Send the rows of tensors [rows sent, ...] on a route; gives [rows received, ...] of each.
 
     Collectives: one all-to-all per tensor; in backward one per tensor that requires a gradient. All ranks
@@ -78,7 +78,7 @@ def send_rows(route: Route, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, route: Route, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, route: RowRoute, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.route = route
         outputs = tuple(_all_to_all(route, tensor) for tensor in tensors)
         needed = ctx.needs_input_grad[1:]
@@ -93,7 +93,7 @@ class _Send(torch.autograd.Function):
         return None, *(next(back) if one else None for one in needed)
 
 
-def _all_to_all(route: Route, tensor: torch.Tensor) -> torch.Tensor:
+def _all_to_all(route: RowRoute, tensor: torch.Tensor) -> torch.Tensor:
     # As bytes, which every backend knows; and contiguous: into other memory torch would write without an error.
     sent = tensor.contiguous()
     received = tensor.new_empty([sum(route.received), *tensor.shape[1:]])

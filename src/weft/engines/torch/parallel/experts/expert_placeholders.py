@@ -21,14 +21,14 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 End: TypeAlias = tuple[torch.Size, torch.dtype]  # the shape of the result of one row, and the dtype
 
 
-class Call(NamedTuple):
+class ExpertCall(NamedTuple):
     """One call of an expert: which, and with what."""
 
     number: int
     rows: torch.Tensor
 
 
-class StandIn(nn.Module):
+class ExpertPlaceholder(nn.Module):
     """Takes the place of one expert in a list, while the module around it runs."""
 
     def __init__(self, number: int, book: Any) -> None:
@@ -63,13 +63,13 @@ class StandIn(nn.Module):
 class Noting:
     """Notes calls, and answers with numbers that nothing may depend on."""
 
-    def __init__(self, end_of: Callable[[torch.Tensor], End], calls: list[Call]) -> None:
+    def __init__(self, end_of: Callable[[torch.Tensor], End], calls: list[ExpertCall]) -> None:
         self._end_of = end_of
         self._calls = calls
 
     def __call__(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         """Note a call."""
-        self._calls.append(Call(number, rows))
+        self._calls.append(ExpertCall(number, rows))
         end, dtype = self._end_of(rows)
         return torch.full((*rows.shape[:-1], *end), float("nan"), dtype=dtype, device=rows.device)
 
@@ -77,7 +77,7 @@ class Noting:
 class Answering:
     """Answers the calls of the second run, which are those of the first."""
 
-    def __init__(self, name: str, calls: list[Call], results: list[torch.Tensor], *, compares: bool) -> None:
+    def __init__(self, name: str, calls: list[ExpertCall], results: list[torch.Tensor], *, compares: bool) -> None:
         self._name = name
         self._calls = calls
         self._results = results

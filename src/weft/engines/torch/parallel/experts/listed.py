@@ -17,8 +17,15 @@ import torch.distributed as dist
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.torch.parallel.experts.all_to_all import Line, Route, send_rows
-from weft.engines.torch.parallel.experts.expert_placeholders import DTYPES, Answering, Call, End, Noting, StandIn
+from weft.engines.torch.parallel.experts.all_to_all import Line, RowRoute, send_rows
+from weft.engines.torch.parallel.experts.expert_placeholders import (
+    DTYPES,
+    Answering,
+    End,
+    ExpertCall,
+    ExpertPlaceholder,
+    Noting,
+)
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.messages import control_device
 from weft.tensors.nested import map_tensors, tensors
@@ -47,7 +54,7 @@ class ListedExperts:
             return call(*args, **kwargs)
         part: Any = self._part()
         experts = torch_internals.MODULES.of(part)[self._own]
-        calls: list[Call] = []
+        calls: list[ExpertCall] = []
         with self._put_back(part, args, kwargs), self._stand_ins(part, experts, Noting(self.end_of, calls)):
             call(*args, **kwargs)
         results, rows = self._compute(experts, calls)
@@ -60,7 +67,7 @@ class ListedExperts:
 
     @contextlib.contextmanager
     def _stand_ins(self, part: nn.Module, experts: nn.ModuleList, book: Any) -> Iterator[None]:
-        lent = nn.ModuleList(StandIn(number, book) for number in range(len(experts)))
+        lent = nn.ModuleList(ExpertPlaceholder(number, book) for number in range(len(experts)))
         torch_internals.MODULES.of(part)[self._own] = lent
         try:
             yield
@@ -100,7 +107,9 @@ class ListedExperts:
 
     # -- the exchange ------------------------------------------------------------------------------
 
-    def _compute(self, experts: nn.ModuleList, calls: list[Call]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    def _compute(
+        self, experts: nn.ModuleList, calls: list[ExpertCall]
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """The results of all calls, and all rows of them in one tensor; None if no rank calls an expert."""
         plan = _exchange_plans(experts, calls, self._line)
         if plan is None:
@@ -117,7 +126,7 @@ class ListedExperts:
             results[index] = part.view(*calls[index].rows.shape[:-1], *part.shape[1:])
         return [results[index] for index in range(len(calls))], back
 
-    def _run(self, held: list[nn.Module], rows: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    def _run(self, held: list[nn.Module], rows: torch.Tensor, plan: _ExchangePlan) -> torch.Tensor:
         """The results of rows that came from each rank for each expert that is held."""
         pieces = iter(rows.split([count for theirs in plan.rows for count in theirs]))
         parts = [[next(pieces) for _ in held] for _ in plan.rows]
@@ -168,7 +177,7 @@ class ListedExperts:
         return torch.cat(found)
 
 
-class _Plan(NamedTuple):
+class _ExchangePlan(NamedTuple):
     """What travels: by which route, rows of which kind, and which experts this rank holds.
 
     Attributes:
@@ -182,7 +191,7 @@ class _Plan(NamedTuple):
         tracked: Whether gradients flow back through rows.
     """
 
-    route: Route
+    route: RowRoute
     rows: list[list[int]]
     called: list[bool]
     held: slice
@@ -192,7 +201,7 @@ class _Plan(NamedTuple):
     tracked: bool
 
 
-def _exchange_plans(experts: nn.ModuleList, calls: list[Call], line: Line) -> _Plan | None:
+def _exchange_plans(experts: nn.ModuleList, calls: list[ExpertCall], line: Line) -> _ExchangePlan | None:
     """Tell each rank how many rows of which kind there are for each expert; None if there are none anywhere."""
     size, held = line.size, len(experts) // line.size
     counts, called = [0] * len(experts), [0] * len(experts)
@@ -214,9 +223,9 @@ def _exchange_plans(experts: nn.ModuleList, calls: list[Call], line: Line) -> _P
     rows = [each[3 : 3 + len(experts)][here] for each in heard]
     calls_of = [each[3 + len(experts) :][here] for each in heard]
     sent = [sum(counts[rank * held : (rank + 1) * held]) for rank in range(size)]
-    route = Route(line.group, sent, [sum(each) for each in rows])
+    route = RowRoute(line.group, sent, [sum(each) for each in rows])
     is_called = [any(each) for each in zip(*calls_of, strict=True)]
-    return _Plan(route, rows, is_called, here, width, DTYPES[dtype], device, any(each[2] for each in heard))
+    return _ExchangePlan(route, rows, is_called, here, width, DTYPES[dtype], device, any(each[2] for each in heard))
 
 
 def _held(experts: nn.ModuleList, line: Line) -> slice:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft import torch_internals
-from weft.engines.torch.parallel.experts.all_to_all import Line, Route, send_rows
+from weft.engines.torch.parallel.experts.all_to_all import Line, RowRoute, send_rows
 from weft.errors import value_error
 
 
@@ -64,7 +64,7 @@ class StackedExperts:
 
     def _exchange_counts(
         self, counts: torch.Tensor, unknown: torch.Tensor, index: torch.Tensor
-    ) -> tuple[Route, torch.Tensor]:
+    ) -> tuple[RowRoute, torch.Tensor]:
         """Tell each rank how many rows each of its experts will get: counts [ranks, experts per rank].
 
         Returns the route of rows, and the expert of each row that is received.
@@ -87,7 +87,7 @@ class StackedExperts:
             )
         size, held = counts.shape
         experts = torch.arange(held, device=counts.device).repeat(size)
-        return Route(group, sent, received), experts.repeat_interleave(theirs.view(-1), output_size=sum(received))
+        return RowRoute(group, sent, received), experts.repeat_interleave(theirs.view(-1), output_size=sum(received))
 
 
 def _sorted(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
