@@ -115,7 +115,7 @@ def test_tensors_and_values(tmp_path):
         save(model=_with("#name", torch.ones(1)))
     assert it.fix == "give it another name"
     save(model=_with("name", torch.ones(1)))
-    with told("checkpoint/state/collect.py", "elements that share memory") as it:
+    with told("checkpoint/format/tensor_blocks.py", "elements that share memory") as it:
         save(model=(model := _with("name", (value := torch.ones(1)).expand(3))))
     exec(it.fix, {"self": model, "value": value, "shape": 3})
     save(model=model)

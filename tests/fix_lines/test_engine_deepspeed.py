@@ -197,7 +197,7 @@ def _groups(ctx, folder):
     model[0](_x()).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    with told("engines/deepspeed/optimizer_state.py", "have been trained differently") as it:
+    with told("engines/deepspeed/parameters.py", "have been trained differently") as it:
         _partitioned(ctx, model, optimizer)
     assert it.fix == "a group of its own for each kind of parameters"
     model = _net()

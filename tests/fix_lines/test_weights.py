@@ -1,6 +1,7 @@
 """Weights: read, written, placed, tied. What needs PEFT, bitsandbytes or torchao is in tests/interop."""
 
 import glob
+import importlib
 import json
 import shlex
 import sys
@@ -288,29 +289,29 @@ def test_options_of_export(tmp_path):
             weft.export(path, out, **_options(it))
         assert [one.name for one in out.iterdir()] == ["model.safetensors"]
 
-    with told("weights/hf_layout.py", "is not a size") as it:
+    with told("weights/export.py", "is not a size") as it:
         weft.export(path, out, max_shard_size="5 gigabytes")
     follow(it)
-    with told("weights/hf_layout.py", "name = {name!r}") as it:
+    with told("weights/export.py", "name = {name!r}") as it:
         weft.export(path, out, name="../x")
     follow(it)
-    with told("weights/hf_layout.py", "rename = {rename!r") as it:
+    with told("weights/export.py", "rename = {rename!r") as it:
         weft.export(path, out, rename="model.")
     follow(it)
-    with told("weights/hf_layout.py", "cannot be called") as it:
+    with told("weights/export.py", "cannot be called") as it:
         weft.export(path, out, rename=lambda name: "x")
     follow(it)
-    with told("weights/hf_layout.py", "{option} = {filter!r") as it:
+    with told("weights/sources.py", "{option} = {filter!r") as it:
         weft.export(path, out, filter=5)
     follow(it)
-    with told("weights/hf_layout.py", "no tensors remain") as it:
+    with told("weights/sources.py", "no tensors remain") as it:
         weft.export(path, out, filter="layers.*")
     follow(it)
 
 
 def test_nothing_to_export(tmp_path):
     path = _saved(tmp_path / "run", model=nn.Tanh(), policy=Net())
-    with told("weights/hf_layout.py", "no tensors remain") as it:
+    with told("weights/sources.py", "no tensors remain") as it:
         weft.export(path, tmp_path / "out")
     assert it.fix == "path or object= with tensors in it"
     assert weft.export(path, tmp_path / "out", object="policy")
@@ -318,8 +319,8 @@ def test_nothing_to_export(tmp_path):
 
 def test_an_index_that_is_too_large(tmp_path, monkeypatch):
     path, out = _saved(tmp_path / "run"), tmp_path / "out"
-    monkeypatch.setattr("weft.weights.hf_layout.MAX_INDEX_BYTES", 10)
-    with told("weights/hf_layout.py", "index would be too large") as it:
+    monkeypatch.setattr(importlib.import_module("weft.weights.export"), "MAX_INDEX_BYTES", 10)
+    with told("weights/export.py", "index would be too large") as it:
         weft.export(path, out, max_shard_size="100B")
     it.run(path=path, out=out)
     assert [one.name for one in out.iterdir()] == ["model.safetensors"]

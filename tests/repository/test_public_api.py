@@ -504,7 +504,6 @@ def test_every_error_of_the_package_has_the_three_lines():
     # a verdict; the others: of `CheckpointError`, with the file's name; or of an error of `load_state_dict`.
     allowed = {"objects.py", "encoding.py", "settings.py", "ranks.py", "copies.py", "doctor.py", "packed_gather.py"}
     allowed |= {
-        "json_text.py",
         "plain_files.py",
         "apply.py",
         "manifest.py",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft import torch_internals
-from weft.tensors.dtensor import is_sharded, local
+from weft.tensors.dtensor import is_sharded
 
 
 class Block(NamedTuple):
@@ -64,8 +64,9 @@ def hold(name: str, tensor: torch.Tensor) -> Held:
     """What this rank holds of a tensor."""
     if not is_sharded(tensor):
         return Held(name, tensor, is_sharded=False, block=whole(tensor.shape), local=tensor.detach())
-    block = block_of(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Held(name, tensor, is_sharded=True, block=block, local=local(tensor))
+    cut: Any = tensor.detach()
+    block = block_of(cut.shape, cut.device_mesh, cut.placements)
+    return Held(name, tensor, is_sharded=True, block=block, local=cut.to_local())
 
 
 def whole(shape: Iterable[int]) -> Block:
@@ -131,11 +132,12 @@ def as_dtensor(part: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: 
     return DTensor.from_local(part, mesh, tuple(placements), run_check=False, shape=shape, stride=stride)
 
 
-def sharded_as(part: torch.Tensor, other: torch.Tensor) -> Any:
+def sharded_as(part: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor, as a DTensor where `other` is one, which has the shape and is cut alike."""
     if not is_sharded(other):
         return part
-    return as_dtensor(part, other.device_mesh, other.placements, other.shape, other.stride())
+    made: torch.Tensor = as_dtensor(part, other.device_mesh, other.placements, other.shape, other.stride())
+    return made
 
 
 def cut_as(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -143,8 +145,7 @@ def cut_as(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     placed: Any = other
     block = block_of(placed.shape, placed.device_mesh, placed.placements)
     part = value.detach()[block.slices].clone(memory_format=torch.contiguous_format)
-    made: torch.Tensor = sharded_as(part, other)
-    return made
+    return sharded_as(part, other)
 
 
 def redistributed_as(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

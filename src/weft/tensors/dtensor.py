@@ -130,18 +130,13 @@ def reset_units(module: Any) -> None:
 
 def resting_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters as they are between steps, also while FSDP2 has some of them gathered."""
-    parameters = list(module.parameters())
-    loaded: Any = sys.modules.get("torch.distributed.fsdp")
-    if loaded is None:
-        return parameters
-    units = [part for part in module.modules() if isinstance(part, loaded.FSDPModule)]
     shards = {
         id(torch_internals.PARAM_WHOLE.get(one)): one.sharded_param
-        for unit in units
+        for unit in filter(is_fsdp_unit, module.modules())
         for group in groups_of(unit)
         for one in group.fsdp_params
     }
-    return [shards.get(id(p), p) for p in parameters]
+    return [shards.get(id(p), p) for p in module.parameters()]
 
 
 def forget_groups(*, is_device_usable: bool = True) -> None:

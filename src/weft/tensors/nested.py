@@ -61,25 +61,33 @@ def map_leaves(fn: Callable[[Path, Any], Any], value: T, path: Path = (), *, who
 
 
 def _map(fn: Callable[[Path, Any], Any], value: Any, path: Path, whole: Whole) -> Any:
-    if isinstance(value, torch.Tensor) or (whole is not None and whole(value)):
+    parts = _parts(value, whole)
+    if parts is None:
         return fn(path, value)
+    items = [_map(fn, item, (*path, str(key)), whole) for key, item in parts]
+    if all(new is old for new, (_, old) in zip(items, parts, strict=True)):
+        return value
     if isinstance(value, Mapping):
-        changed = {key: _map(fn, item, (*path, str(key)), whole) for key, item in value.items()}
-        if all(changed[key] is item for key, item in value.items()):
-            return value
-        return _rebuild_mapping(value, changed)
+        return _rebuild_mapping(value, {key: item for (key, _), item in zip(parts, items, strict=True)})
     if isinstance(value, (list, tuple)):
-        items = [_map(fn, item, (*path, str(index)), whole) for index, item in enumerate(value)]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
         return _rebuild_sequence(value, items)
+    new = copy.copy(value)  # fields with init=False and attributes set later survive
+    for (name, _), item in zip(parts, items, strict=True):
+        object.__setattr__(new, name, item)  # frozen dataclasses too
+    return new
+
+
+def _parts(value: Any, whole: Whole) -> list[tuple[Any, Any]] | None:
+    """What a container holds, each with its key, index or field; None for a leaf."""
+    if isinstance(value, torch.Tensor) or (whole is not None and whole(value)):
+        return None
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value)]
-        new = {name: _map(fn, getattr(value, name), (*path, name), whole) for name in fields}
-        if all(new[name] is getattr(value, name) for name in fields):
-            return value
-        return _rebuild_dataclass(value, new)
-    return fn(path, value)
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return None
 
 
 def _rebuild_mapping(old: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
@@ -119,13 +127,6 @@ def _rebuild_sequence(old: list[Any] | tuple[Any, ...], items: list[Any]) -> Any
     return new
 
 
-def _rebuild_dataclass(old: Any, fields: dict[str, Any]) -> Any:
-    new = copy.copy(old)  # fields with init=False and attributes set later survive
-    for name, item in fields.items():
-        object.__setattr__(new, name, item)  # frozen dataclasses too
-    return new
-
-
 def map_tensors(fn: Callable[[torch.Tensor], Any], value: T) -> T:
     """Rebuild `value` with every tensor replaced; all other leaves are the same objects."""
     return map_leaves(lambda _, leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
@@ -133,19 +134,11 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], value: T) -> T:
 
 def leaves(value: object, path: Path = (), *, whole: Whole = None) -> Iterator[tuple[Path, Any]]:
     """Yield `(path, leaf)` for every leaf, in the order `map_leaves` visits them."""
-    if isinstance(value, torch.Tensor) or (whole is not None and whole(value)):
+    parts = _parts(value, whole)
+    if parts is None:
         yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from leaves(item, (*path, str(key)), whole=whole)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from leaves(item, (*path, str(index)), whole=whole)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from leaves(getattr(value, field.name), (*path, field.name), whole=whole)
-    else:
-        yield path, value
+    for key, item in parts or ():
+        yield from leaves(item, (*path, str(key)), whole=whole)
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:

@@ -1,8 +1,7 @@
 """Weights alone: out of a checkpoint into the layout of Hugging Face, from files into any module, and where they lie.
 
-export.py         `export`
+export.py         `export`: which tensors, under which names, in which files
 adapter_files.py  adapters of PEFT: which one is meant, and what it is called in files
-hf_layout.py      which tensors in which of its files
 publish.py        a folder that appears when it is complete
 load.py           `load_weights`; `read`, for tensors without a module
 sources.py        what files, indices, folders and checkpoints hold
@@ -18,8 +17,9 @@ places/           where the parts of a module lie: `module_sizes`, `plan_placeme
 from weft.weights.export import export
 from weft.weights.load import LoadedWeights, load_weights, read
 from weft.weights.on_meta import on_meta
-from weft.weights.places import PlacedUnit, PlacementPlan, module_sizes, plan_placement
-from weft.weights.quantization import quantized
+from weft.weights.places.module_sizes import module_sizes
+from weft.weights.places.plan_placement import PlacedUnit, PlacementPlan, plan_placement
+from weft.weights.quantization.quantize import quantized
 from weft.weights.tied import find_tied, tie
 
 __all__ = [

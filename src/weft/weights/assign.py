@@ -22,7 +22,7 @@ from torch import nn
 from weft.checkpoint.format.tensor_blocks import share_out_writes
 from weft.checkpoint.format.transfer import Stored, Transfer, equal_bits, read_blocks, same_number_kind
 from weft.checkpoint.state.collect import update_keepers
-from weft.collectives.on_all_ranks import num_threads
+from weft.collectives.on_all_ranks import num_threads, on_all
 from weft.collectives.primitives import name_lost_peer, wait_for_collective
 from weft.context import DistContext, World
 from weft.contract import owners
@@ -111,14 +111,24 @@ class WeightAssignment:
         texts = {"tensors in the files": there, "tensors of the module": [self._facts, self.missing]}
         return {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in texts.items()}
 
-    def read(self) -> None:
-        """Check this rank's share of the files and read its share of the tensors: into those on meta, else aside.
+    def read(self, what: str) -> None:
+        """Check the files and read the tensors, each rank its share; if one fails, the module is as it was.
 
         Raises:
             CheckpointError: A file is damaged or not as it was, or a tied tensor is stored with two values.
             ValueError: Values do not fit into the dtype of the module.
             OSError: A file cannot be read.
+            PeerError: Another rank failed.
         """
+        try:
+            on_all(what, self._ctx, self._read)
+        except BaseException:
+            self._memory.undo()
+            self._staged.clear()
+            raise
+
+    def _read(self) -> None:
+        """Read this rank's share: into tensors on meta, else aside."""
         used = (move.stored[0] for move in self._moves)
         self._source.verify(used, number=self._ctx.rank, of=self._ctx.world_size)
         self._memory.take()
@@ -140,11 +150,6 @@ class WeightAssignment:
                         )
         read_blocks(files, wanted, num_threads=num_threads(self._ctx))
         files.close()
-
-    def undo(self) -> None:
-        """Leave the module as it was."""
-        self._memory.undo()
-        self._staged.clear()
 
     @torch.no_grad()
     def put(self) -> None:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from weft.checkpoint.format.safetensors_write import write_bytes
+from weft.checkpoint.format.safetensors_read import TensorFiles
+from weft.checkpoint.format.safetensors_write import file_header, new_file, write_bytes, write_parts
+from weft.checkpoint.format.transfer import Stored, read_in_parts
 from weft.checkpoint.state.adapters import CONFIG
 from weft.checkpoint.storage.copies import with_newest
 from weft.checkpoint.storage.find import path_or_url
 from weft.context import local
 from weft.contract.select_modules import Names
+from weft.errors import CheckpointError, value_error
+from weft.tensors.blocks import memory_of, whole
 from weft.weights.adapter_files import check_adapter_options, stored_adapter
-from weft.weights.hf_layout import HFLayout, check_names, chosen_tensors, num_bytes, renamed_tensors
+from weft.weights.places.module_sizes import UNITS, parse_size
 from weft.weights.publish import published
-from weft.weights.sources import floating_dtype, from_checkpoint
+from weft.weights.sources import MAX_INDEX_BYTES, chosen_tensors, floating_dtype, from_checkpoint
 
 
 def export(
@@ -77,7 +84,15 @@ def export(
         >>> [file.name for file in files]
         ['model.safetensors']
     """
-    limit, wanted = num_bytes(max_shard_size), floating_dtype("export", dtype)
+    limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    if type(limit) is not int or limit < 1:
+        raise value_error(
+            f"export: max_shard_size = {max_shard_size!r} is not a size",
+            found=repr(max_shard_size),
+            expected=f"a whole number of bytes > 0, or a number and one of {', '.join(UNITS)}",
+            fix='weft.export(path, out, max_shard_size="5GB")',
+        )
+    wanted = floating_dtype("export", dtype)
     name = name if name is not None else "adapter_model" if peft else "model"
     check_names(name, rename)
     check_adapter_options(peft, filter, rename)
@@ -91,14 +106,127 @@ def export(
         else:
             chosen = chosen_tensors("export", source, filter, option="filter")
         tensors = renamed_tensors(chosen, wanted, rename)
-        layout = HFLayout(tensors, name, limit=most)
+        shards = _shards(tensors, name, limit=most)
+        texts = {f"{name}.safetensors.index.json": _index(tensors, shards)} if len(shards) > 1 else {}
+        if adapter is not None:
+            texts[CONFIG] = (json.dumps(adapter.config, indent=2, sort_keys=True) + "\n").encode()
         with published(Path(out), source.path, name) as hidden:
             source.verify(tensor.stored for tensor in tensors.values())
-            layout.write(hidden, source.files)
-            if adapter is not None:
-                config = json.dumps(adapter.config, indent=2, sort_keys=True) + "\n"
-                write_bytes(hidden / CONFIG, config.encode())
+            for file, names in shards.items():
+                with new_file(hidden / file) as opened:
+                    write_parts(opened, _parts(tensors, names, source.files))
+            for file, text in texts.items():
+                write_bytes(hidden / file, text)
         source.files.close()
-        return layout.files() + ([CONFIG] if adapter is not None else [])
+        return [*shards, *texts]
 
     return tuple(Path(out) / file for file in with_newest("export", path_or_url(path), local(), write))
+
+
+# -- which tensors, under which names, in which of several files -----------------------------------------
+
+
+class Tensor(NamedTuple):
+    """One to be written."""
+
+    stored: Stored
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return math.prod(self.stored.entry.shape) * self.dtype.itemsize
+
+    def on_meta(self) -> torch.Tensor:
+        """A tensor of its shape and dtype."""
+        return torch.empty(self.stored.entry.shape, dtype=self.dtype, device="meta")
+
+
+def check_names(name: object, rename: object) -> None:
+    """Raise unless files can be called so, and tensors be renamed by this.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
+        raise value_error(
+            f"export: name = {name!r} cannot be used",
+            found=repr(name),
+            expected="a prefix of file names",
+            fix='weft.export(path, out, name="model")',
+        )
+    if rename is not None and not callable(rename):
+        raise value_error(
+            f"export: rename = {rename!r:.80} cannot be used",
+            found=type(rename).__name__,
+            expected="a function from the name in the module to one in the files",
+            fix='rename=lambda name: "model." + name',
+        )
+
+
+def renamed_tensors(
+    tensors: Mapping[str, Stored], dtype: torch.dtype | None, rename: Callable[[str], str] | None
+) -> dict[str, Tensor]:
+    """Tensors in the dtype, and under the name, that they have in the files.
+
+    Raises:
+        ValueError: Two would have one name.
+    """
+    found: dict[str, Tensor] = {}
+    for name, stored in tensors.items():
+        new = name if rename is None else rename(name)
+        if not isinstance(new, str) or new in found or new == "__metadata__":
+            raise value_error(
+                f"export: {name} cannot be called {new!r}",
+                found="a name that is taken" if new in found else repr(new),
+                expected="from rename, a name of its own for each tensor",
+                fix='rename=lambda name: "model." + name',
+            )
+        found[new] = Tensor(stored, dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype)
+    return found
+
+
+def _shards(tensors: Mapping[str, Tensor], name: str, *, limit: int) -> dict[str, list[str]]:
+    """Which tensors are in which file, in the order of the module; what is larger than one file gets its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for key, tensor in tensors.items():
+        if shards[-1] and filled + tensor.size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(key)
+        filled += tensor.size
+    many = len(shards)
+    if many == 1:
+        return {f"{name}.safetensors": shards[0]}
+    return {f"{name}-{number:05d}-of-{many:05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+
+
+def _index(tensors: Mapping[str, Tensor], shards: Mapping[str, list[str]]) -> bytes:
+    """Which file holds which tensor, as text.
+
+    Raises:
+        CheckpointError: It could not be read again.
+    """
+    places = {name: file for file, names in shards.items() for name in names}
+    size = sum(one.size for one in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    text = (json.dumps(index, indent=2) + "\n").encode()
+    if len(text) > MAX_INDEX_BYTES:
+        raise CheckpointError(
+            "export: the index would be too large",
+            found=f"{len(text)} bytes for {len(places)} tensors",
+            expected=f"at most {MAX_INDEX_BYTES} bytes, or it could not be read again",
+            fix='weft.export(path, out, max_shard_size="10TB")  # one file, which has no index',
+        )
+    return text
+
+
+def _parts(tensors: Mapping[str, Tensor], names: list[str], source: TensorFiles) -> Iterator[Any]:
+    """The bytes of a file of these tensors, a few megabytes at a time."""
+    head, order = file_header({name: tensors[name].on_meta() for name in names}, {"format": "pt"})
+    yield head
+    for name in order:
+        stored, dtype = tensors[name]
+        for _, values in read_in_parts(source, stored, whole(stored.entry.shape), dtype):
+            yield memory_of(values)

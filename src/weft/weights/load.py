@@ -21,8 +21,7 @@ from weft.contract.select_modules import Names
 from weft.tensors.blocks import whole
 from weft.weights.adapter_files import names_in_module
 from weft.weights.assign import WeightAssignment, renamed
-from weft.weights.hf_layout import chosen_tensors
-from weft.weights.sources import floating_dtype, from_path
+from weft.weights.sources import chosen_tensors, floating_dtype, from_path
 from weft.weights.stored_names import as_named_now
 
 
@@ -117,11 +116,7 @@ def load_weights(
     def work(found: Path) -> WeightAssignment:
         placement = on_all("load_weights", ctx, lambda: settled(found))
         ctx.agree("load_weights", placement.facts())
-        try:
-            on_all("load_weights", ctx, placement.read)
-        except BaseException:
-            placement.undo()
-            raise
+        placement.read("load_weights")
         return placement
 
     placement = with_newest("load_weights", path_or_url(path), ctx, work)

@@ -23,6 +23,8 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from weft.weights.targets import in_place_of
+
 _LARGE = 2**20  # bytes of a tensor that gets pages of its own
 
 
@@ -95,9 +97,6 @@ class _OwnPages(TorchFunctionMode):
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = torch.empty_like(tensor.detach(), device="meta")
-    if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    cast("Any", made).__class__ = type(tensor)
-    vars(made).update(vars(tensor))
-    return made
+    made: Any = in_place_of(tensor, torch.empty_like(tensor.detach(), device="meta"))
+    made.__class__ = type(tensor)
+    return cast("torch.Tensor", made)

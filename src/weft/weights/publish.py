@@ -11,7 +11,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from weft.checkpoint.format.safetensors_write import sync_folder
+from weft.checkpoint.format.plain_files import closing
+from weft.checkpoint.format.safetensors_write import sync_folder, take_name
 from weft.checkpoint.state.adapters import CONFIG
 from weft.checkpoint.storage.private_folder import remove_if_left
 from weft.errors import CheckpointError, listed
@@ -36,17 +37,15 @@ def published(out: Path, source: Path, name: str) -> Iterator[Path]:
     _clean(out, "writing")
     hidden = out.with_name(f".{out.name}.{secrets.token_hex(4)}.writing")
     hidden.mkdir()
-    handle = os.open(hidden, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield hidden
-        sync_folder(hidden)
-        _replace(out, hidden, source, name)
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
-    finally:
-        os.close(handle)
+    with closing(os.open(hidden, os.O_RDONLY)) as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield hidden
+            sync_folder(hidden)
+            _replace(out, hidden, source, name)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
     _clean(out, "removing")  # not before: if a process was killed between the renames, it is all there was
 
 
@@ -71,16 +70,8 @@ def _check(out: Path, source: Path, name: str) -> None:
 
 def _replace(out: Path, hidden: Path, source: Path, name: str) -> None:
     _check(out, source.resolve(), name)  # again: a good while has passed
-    old = None
-    if out.exists():
-        old = out.with_name(f".{out.name}.{secrets.token_hex(4)}.removing")
-        out.rename(old)
-    try:
-        hidden.rename(out)
-    except OSError:
-        if old is not None:
-            old.rename(out)
-        raise
+    old = out.with_name(f".{out.name}.{secrets.token_hex(4)}.removing")
+    take_name(hidden, out, old if out.exists() else None)
     sync_folder(out.parent)
 
 

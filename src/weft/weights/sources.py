@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from weft.checkpoint.format.json_text import parse_json
 from weft.checkpoint.format.manifest import NAME, Manifest, Piece, TensorEntry, check_place, read_manifest
-from weft.checkpoint.format.plain_files import raise_if_unreadable, read_plain
+from weft.checkpoint.format.plain_files import parse_json, raise_if_unreadable, read_plain
 from weft.checkpoint.format.safetensors_read import TensorFiles
 from weft.checkpoint.format.transfer import Stored
 from weft.checkpoint.storage.directory import Directory
 from weft.checkpoint.storage.find import check_files, complete_checkpoints
+from weft.contract.select_modules import Names, fits_pattern
 from weft.errors import CheckpointError, listed, value_error
 from weft.tensors.blocks import whole
 
@@ -99,6 +99,48 @@ def floating_dtype(what: str, dtype: torch.dtype | str | None) -> torch.dtype | 
             fix="dtype=torch.bfloat16",
         )
     return found
+
+
+def chosen_tensors(what: str, source: WeightFiles, filter: Names | None, *, option: str) -> dict[str, Stored]:
+    """The tensors that the user wants, tied ones once.
+
+    Args:
+        what: The function that asks, for the texts of errors.
+        source: Where they are.
+        filter: A pattern, several, or a function of the name; None for all.
+        option: The name of that argument.
+
+    Raises:
+        CheckpointError: None is left.
+        ValueError: `filter` is something else.
+    """
+    if filter is None:
+        names = list(source.tensors)
+    elif callable(filter):
+        names = [name for name in source.tensors if filter(name)]
+    else:
+        patterns = [filter] if isinstance(filter, str) else list(filter) if isinstance(filter, Iterable) else [filter]
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise value_error(
+                f"{what}: {option} = {filter!r:.80} cannot be used",
+                found=listed(sorted({type(one).__name__ for one in patterns if not isinstance(one, str)})),
+                expected="a pattern, several patterns, or a function of the name",
+                fix=f'{option}="**.weight"  # or lambda name: "lora_" in name',
+            )
+        names = [name for name in source.tensors if any(fits_pattern(name, pattern) for pattern in patterns)]
+        idle = [one for one in patterns if not any(fits_pattern(name, one) for name in names)]
+        names = [] if idle else names
+    if not names:
+        raise CheckpointError(
+            f"{what}: no tensors remain",
+            found=f"{len(source.tensors)} tensors: {listed(source.tensors) or 'none'}",
+            expected="tensors, with at least one match for each pattern",
+            fix=f"{option}={next(iter(source.tensors))!r}" if source.tensors else "path or object= with tensors in it",
+        )
+    first: dict[str, str] = {}
+    for name in names:
+        first.setdefault(source.tensors[name].key, name)
+    return {name: source.tensors[name] for name in first.values()}
 
 
 # -- checkpoints -------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -10,13 +9,14 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.checkpoint.state.collect import check_memory, is_extra, plain_name
+from weft.checkpoint.format.tensor_blocks import check_memory
+from weft.checkpoint.state.collect import is_extra, plain_name
 from weft.checks import check_module, check_not_lazy
 from weft.context import DistContext
 from weft.context.placement import value_device, values_replaced
 from weft.errors import CheckpointError, listed, type_error
 from weft.sharding.meta import draw_values, draws, own_tensors
-from weft.tensors.dtensor import is_sharded
+from weft.tensors.dtensor import is_fsdp_unit, is_sharded
 from weft.tensors.quantized import quantization_state
 from weft.tensors.remote_parameter import is_elsewhere
 
@@ -144,21 +144,24 @@ class TargetMemory:
         for tensor in (*self._module.parameters(), *self._module.buffers()) if self._real else ():
             if not is_sharded(tensor) and tensor.device.type == "cpu" != device.type:
                 tensor.data = tensor.data.to(device)
-        loaded: Any = sys.modules.get("torch.distributed.fsdp")
-        if self._real and loaded and any(isinstance(part, loaded.FSDPModule) for part in self._module.modules()):
+        if self._real and any(map(is_fsdp_unit, self._module.modules())):
             torch_internals.APPLY.of(self._module)(lambda tensor: tensor)
 
     def _made(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._real:
             dtype = self._dtypes.get(id(tensor), tensor.dtype)
-            made: torch.Tensor = torch.empty_like(tensor, dtype=dtype, device=value_device(self._ctx))
-            if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, tensor.requires_grad)
-            vars(made).update(vars(tensor))
-            self._real[id(tensor)] = made
+            values = torch.empty_like(tensor, dtype=dtype, device=value_device(self._ctx))
+            self._real[id(tensor)] = in_place_of(tensor, values)
         return self._real[id(tensor)]
 
 
 def _can_draw(part: nn.Module) -> bool:
     """Whether `reset_parameters` of a part is there, and changes nothing that has a value or is cut."""
     return draws(part) and all(tensor.is_meta and not is_sharded(tensor) for _, tensor in own_tensors(part))
+
+
+def in_place_of(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Values as what stands for a tensor: a parameter for a parameter, with its attributes."""
+    made = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+    vars(made).update(vars(tensor))
+    return made

@@ -1,8 +1,7 @@
 """What a checkpoint is on disk.
 
 manifest.py           the one JSON file that says what a checkpoint consists of
-plain_files.py        reading files that may come from anywhere
-json_text.py          JSON that may come from anywhere
+plain_files.py        reading files and JSON that may come from anywhere
 hashes.py             which hash a file has
 safetensors_write.py  safetensors files with hashes, brought to the disk for certain
 safetensors_read.py   tensors out of the files, block by block

@@ -18,8 +18,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from weft.checkpoint.format.hashes import HASHES
-from weft.checkpoint.format.json_text import parse_json
-from weft.checkpoint.format.plain_files import raise_if_unreadable, read_plain
+from weft.checkpoint.format.plain_files import parse_json, raise_if_unreadable, read_plain
 from weft.errors import CheckpointError, listed, message
 
 # Its number grows with whatever an older weft would not understand. 2: counters, ordered dicts and orders of sums among

@@ -1,16 +1,24 @@
-"""Reading files that may come from anywhere: plain ones, to their end, or an error that says why not.
+"""Reading what may come from anywhere: plain files, to their end, and JSON; or an error that says why not.
 
 Only what was read and differs is damage. A file that is there and does not give its bytes, as on a network file system
 in trouble, is tried again, and then an `OSError`.
+
+Python reads values of JSON that lie in each other by recursion. A text may be too deep for that, and then it is none
+that weft wrote; or the program has called weft deep in a recursion of its own, and then it says nothing about the text.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import stat
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from weft.checkpoint.format.hashes import new_hash
 
@@ -63,6 +71,19 @@ def _check(state: os.stat_result) -> None:
         raise ValueError(found)
 
 
+@contextlib.contextmanager
+def closing(handle: int) -> Iterator[int]:
+    """Close the descriptor of a file or folder at the end.
+
+    Yields:
+        The descriptor.
+    """
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
 def read_into(handle: int, memory: memoryview, at: int) -> None:
     """Read from a place in a file until memory is full.
 
@@ -91,14 +112,12 @@ def read_plain(path: Path, *, most: int) -> bytes:
         OSError: It cannot be read.
     """
     handle, size = open_plain(path)
-    try:
+    with closing(handle):
         if size > most:
             raise ValueError(f"{size} bytes, more than {most}")
         text = bytearray(size)
         read_into(handle, memoryview(text), 0)
         return bytes(text)
-    finally:
-        os.close(handle)
 
 
 def digest_of(path: Path, kind: str) -> str:
@@ -110,11 +129,33 @@ def digest_of(path: Path, kind: str) -> str:
     """
     digest, memory = new_hash(kind), memoryview(bytearray(_BLOCK))
     handle, size = open_plain(path)
-    try:
+    with closing(handle):
         for at in range(0, size, _BLOCK):
             block = memory[: size - at]
             read_into(handle, block, at)
             digest.update(block)
-    finally:
-        os.close(handle)
     return digest.hexdigest()
+
+
+# -- JSON -------------------------------------------------------------------------------------------
+
+
+def parse_json(text: bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value of a text in JSON.
+
+    Args:
+        text: In UTF-8.
+        pairs: Makes the value of an object; default: a dict.
+
+    Raises:
+        ValueError: It is no JSON, or nested too deep.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=pairs)
+    except RecursionError:  # because of this stack?
+        with ThreadPoolExecutor(1) as threads:  # whose stack is empty
+            alone = threads.submit(json.loads, text, object_pairs_hook=pairs)
+    try:
+        return alone.result()
+    except RecursionError:
+        raise ValueError("values in each other, too deep to be read") from None

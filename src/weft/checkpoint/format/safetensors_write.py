@@ -15,6 +15,7 @@ import torch
 
 from weft.checkpoint.format.hashes import best_hash, new_hash
 from weft.checkpoint.format.manifest import DTYPES, MAX_HEADER_BYTES, FileEntry
+from weft.checkpoint.format.plain_files import closing
 from weft.errors import CheckpointError
 from weft.tensors.blocks import memory_of
 
@@ -120,8 +121,22 @@ def write_parts(file: IO[bytes], parts: Iterable[Any]) -> FileEntry:
 
 def sync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
+    with closing(os.open(folder, os.O_RDONLY)) as handle:
         os.fsync(handle)
-    finally:
-        os.close(handle)
+
+
+def take_name(hidden: Path, final: Path, old: Path | None) -> None:
+    """Rename a folder; what has the name gets the name `old` first, and its own back if that fails.
+
+    Raises:
+        OSError: It could not be renamed.
+    """
+    if old is not None:
+        final.rename(old)
+    try:
+        hidden.rename(final)
+    except OSError:
+        if hidden.is_dir():  # else it has succeeded, and a network file system has asked twice
+            if old is not None:
+                old.rename(final)
+            raise

@@ -15,24 +15,30 @@ from weft.tensors.blocks import Held, hold
 from weft.tensors.quantized import is_wrapped
 
 
-def hold_savable(name: str, tensor: torch.Tensor) -> Held:
+def hold_savable(name: str, tensor: torch.Tensor, *, in_place: bool = False) -> Held:
     """What this rank holds of a tensor that is to be written into a file.
 
+    Args:
+        name: In the state.
+        tensor: Which.
+        in_place: Whether restoring writes into its memory.
+
     Raises:
-        TypeError: Its dtype or layout has no place in the format; the text names it.
+        TypeError: Its dtype or layout has no place in the format, or its memory takes no values; the text names it.
     """
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES or tensor.layout is not torch.strided or is_lazy(tensor):
+    dtype, lazy = str(tensor.dtype).removeprefix("torch."), is_lazy(tensor)
+    if lazy or dtype not in DTYPES or tensor.layout is not torch.strided:
+        found = f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
         raise type_error(
             f"save: {name} cannot be saved",
-            found="a parameter without a shape"
-            if is_lazy(tensor)
-            else f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
+            found="a parameter without a shape" if lazy else found,
             expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
             fix="model(example_batch)  # a lazy module gets its parameters by the first call"
-            if is_lazy(tensor)
+            if lazy
             else "leave it out of state_dict(), or convert it there",
         )
+    if in_place:
+        check_memory("save", name, tensor)
     held = hold(name, tensor)
     if is_wrapped(held.local):
         raise type_error(
@@ -42,6 +48,21 @@ def hold_savable(name: str, tensor: torch.Tensor) -> Held:
             fix='weft.quantized(model, ctx, "nf4")  # of the plain model; or "int8", engine="bitsandbytes"',
         )
     return held
+
+
+def check_memory(what: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise if values could not be put into a tensor, as with those of `expand`.
+
+    Raises:
+        TypeError: Several of its elements are one place in memory; the text names it.
+    """
+    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise type_error(
+            f"{what}: {name} could not be restored",
+            found=f"shape {tuple(tensor.shape)} with strides {tensor.stride()}: elements that share memory",
+            expected="memory of its own for each element",
+            fix='self.register_buffer("name", value.expand(shape).clone())',
+        )
 
 
 def ranks_with_same_blocks(tensors: Iterable[Held], ctx: DistContext) -> dict[str, tuple[int, ...]]:

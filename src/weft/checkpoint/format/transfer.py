@@ -50,31 +50,25 @@ def read_blocks(files: TensorFiles, wanted: Iterable[Transfer], *, num_threads: 
         OSError: A file cannot be read.
     """
     ordered = sorted(wanted, key=lambda one: (-one.stored.dtype.itemsize, one.stored.key))  # as `file_header` has it
-    rest = iter(ordered)  # of all threads
     far = {one.out.device.type for one in ordered} - {"cpu"}
     here = torch.accelerator.current_accelerator() if far and torch.accelerator.is_available() else None
     if far and (here is None or far != {here.type}):
         num_threads = 1  # nothing is known of their streams
     stream = None if here is None else torch.accelerator.current_stream()  # where new memory may still be in use
 
-    def work() -> None:
-        try:
-            if stream is not None:
-                torch.accelerator.set_stream(stream)
-            with torch.no_grad():
-                for one in rest:
-                    _read(files, one)
-        except BaseException:
-            ordered.clear()  # the other threads stop too
-            raise
+    def read(one: Transfer) -> None:
+        if stream is not None:
+            torch.accelerator.set_stream(stream)
+        with torch.no_grad():
+            _read(files, one)
 
     number = min(num_threads, 1 + sum(one.out.nbytes for one in ordered) // _THREAD_BYTES)
     if number == 1:
-        work()
+        for one in ordered:
+            read(one)
         return
     with ThreadPoolExecutor(number, thread_name_prefix="weft-read") as threads:
-        for result in [threads.submit(work) for _ in range(number)]:
-            result.result()
+        list(threads.map(read, ordered))  # an error cancels what has not begun
 
 
 def _read(files: TensorFiles, one: Transfer) -> None:

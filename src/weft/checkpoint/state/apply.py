@@ -41,7 +41,7 @@ from weft.contract import KeepsOrder, OwnsState, Stateful, StepsApart, offered
 from weft.errors import CheckpointError, listed
 from weft.tensors.blocks import Held, cut_as, hold, sharded_as
 from weft.tensors.dtensor import is_sharded, local
-from weft.tensors.rng_state import generator_kind, generator_state, is_generator, prepare_generator
+from weft.tensors.rng_state import RngState, generator_kind, generator_state, is_generator, prepare_generator
 
 
 class TensorSource(Protocol):
@@ -256,8 +256,7 @@ def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Ten
                 is_like = entry.shape[1:] == layout.shape
                 own = layout if is_like else hold("", torch.empty(entry.shape[1:], dtype=getattr(torch, entry.dtype)))
                 stacked = reader.request(name, hold("", offer.stacked(own.tensor)))
-                found: torch.Tensor = sharded_as(local(stacked)[0], own.tensor)
-                return found
+                return sharded_as(local(stacked)[0], own.tensor)
             cut = entry.shape and entry.shape == layout.shape and not owning
             return reader.request(name, layout if cut else None)
 
@@ -318,7 +317,7 @@ def load_objects(plan: RestorePlan, ctx: DistContext, undo: contextlib.ExitStack
         OSError: A file cannot be read.
     """
     plan.reader.read_new()
-    undo.callback(random_states.prepare_random_state(random_states.random_state(ctx), ctx))
+    undo.callback(RngState.capture(ctx.device, ctx.engine).apply, ctx.device, ctx.engine)
     for key, loaded in plan.loaded.items():
         obj = plan.state.objects[key]
         try:
@@ -347,10 +346,11 @@ def _load_object(obj: Any, loaded: Any, undo: contextlib.ExitStack) -> None:
                 part = obj.get_submodule(here[name].rpartition(".")[0])
                 undo.callback(part.set_extra_state, _copied(part.get_extra_state()))
                 part.set_extra_state(value)
-        for name, offer in extra_state_of(obj, Stateful).items():
+        with_state, with_order = extra_state_of(obj, Stateful), extra_state_of(obj, KeepsOrder)
+        for name, offer in with_state.items():
             if name in loaded["transforms"]:
                 _load(offer, loaded["transforms"][name], undo)
-        for name, one in extra_state_of(obj, KeepsOrder).items():
+        for name, one in with_order.items():
             before = one.sum_order()
             undo.callback(one.resume_order, [] if before is None else [before])
             one.resume_order(loaded.get("orders", {}).get(name, []))

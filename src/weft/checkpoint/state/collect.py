@@ -244,6 +244,8 @@ class Content:
         same_as: Tensors that are the very same as another: its name.
         values: Plain values by object, alike on all ranks.
         generators: States of the user's random generators, on this rank.
+        is_divided: Whether only some ranks have a parameter, as in a pipeline, or the state of one; see `Placed` and
+            `OwnsState`.
     """
 
     names: dict[int, str] = field(default_factory=dict)
@@ -252,6 +254,7 @@ class Content:
     same_as: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     generators: dict[str, Any] = field(default_factory=dict)
+    is_divided: bool = False
 
 
 def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
@@ -269,7 +272,10 @@ def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
         for one in (obj, *(offer for part in parts for offer in offered(part, Checked))):
             if isinstance(one, Checked):
                 one.check_savable()
-    content = Content(parameter_names(state))
+    is_divided = any(
+        owners(obj) if isinstance(obj, nn.Module) else offered(obj, OwnsState) for obj in state.objects.values()
+    )
+    content = Content(parameter_names(state), is_divided=is_divided)
     seen: dict[int, str] = {}
     for key, obj in state.objects.items():
         if isinstance(obj, nn.Module):
@@ -281,21 +287,15 @@ def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
             content.generators[key] = generator_state(obj)
         else:
             content.values[key] = encode(key, obj.state_dict(), content.tensors)
-    if not has_owners(state):
-        for name, held in content.tensors.items():
-            if held.tensor.is_meta:
-                raise type_error(
-                    f"save: {name} cannot be saved",
-                    found=f"a tensor of {held.tensor.dtype}, {held.tensor.layout}, on {held.tensor.device}",
-                    expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
-                    fix="weft.load_weights(model, path, ctx)  # gives it values",
-                )
+    for name, held in content.tensors.items():
+        if held.tensor.is_meta and not is_divided:
+            raise type_error(
+                f"save: {name} cannot be saved",
+                found=f"a tensor of {held.tensor.dtype}, {held.tensor.layout}, on {held.tensor.device}",
+                expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
+                fix="weft.load_weights(model, path, ctx)  # gives it values",
+            )
     return content
-
-
-def has_owners(state: Checkpoint) -> bool:
-    """Whether only some ranks have a parameter, as in a pipeline, or the state of one; see `Placed` and `OwnsState`."""
-    return any(owners(obj) if isinstance(obj, nn.Module) else offered(obj, OwnsState) for obj in state.objects.values())
 
 
 def parameter_names(state: Checkpoint) -> dict[int, str]:
@@ -326,8 +326,7 @@ def _collect_module(
             content.same_as[full] = seen[id(value)]
         elif (id(value) in held and not name.startswith("#")) or name in scales:  # a # marks what transforms keep
             tensor: Any = elsewhere.get(id(value), value)
-            content.tensors[full] = hold_savable(full, tensor)
-            check_memory("save", full, tensor)
+            content.tensors[full] = hold_savable(full, tensor, in_place=True)
             if id(value) in buffers:
                 content.buffers.add(full)
             if id(value) in held:
@@ -356,21 +355,6 @@ def _collect_module(
     adapters = adapters_of(module, found)
     if adapters:
         content.values[key]["peft"] = {adapter: one._asdict() for adapter, one in adapters.items()}
-
-
-def check_memory(what: str, name: str, tensor: torch.Tensor) -> None:
-    """Raise if values could not be put into a tensor, as with those of `expand`.
-
-    Raises:
-        TypeError: Several of its elements are one place in memory; the text names it.
-    """
-    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise type_error(
-            f"{what}: {name} could not be restored",
-            found=f"shape {tuple(tensor.shape)} with strides {tensor.stride()}: elements that share memory",
-            expected="memory of its own for each element",
-            fix='self.register_buffer("name", value.expand(shape).clone())',
-        )
 
 
 def parameter_keepers(module: nn.Module) -> list[tuple[nn.Module, KeepsParameters]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.state.collect import Checkpoint, Content, has_owners
+from weft.checkpoint.state.collect import Checkpoint, Content
 from weft.context import DistContext
 from weft.peers.agreement import exchange
 from weft.tensors.blocks import Held, whole
@@ -25,7 +25,7 @@ def add_other_ranks(content: Content, state: Checkpoint, ctx: DistContext) -> di
     Returns:
         The ranks that have a tensor, by name, for those that not all have.
     """
-    is_divided = has_owners(state)
+    is_divided = content.is_divided
     if not is_divided and len(ctx.axes) == 1:
         return {}
     # Replicas along each axis have found out by themselves in which order they sum, see `KeepsOrder`.
@@ -56,15 +56,11 @@ def add_other_ranks(content: Content, state: Checkpoint, ctx: DistContext) -> di
         names = [name for group in content.values[key]["groups"] for name in group["params"]]
         content.values[key]["state"] = {name: states[name] for name in names if name in states}
     there = {name: entry for one in told for name, entry in one["here"].items()}
-    content.tensors.update(
-        {name: _elsewhere(name, *entry) for name, entry in there.items() if name not in mine["here"]}
-    )
+    for name, (dtype, shape, is_sharded) in there.items():
+        if name not in mine["here"]:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            content.tensors[name] = Held(name, tensor, is_sharded=is_sharded, block=whole(shape), local=tensor)
     for name in sorted(content.tensors):  # in the same order on all ranks
         content.tensors[name] = content.tensors.pop(name)
     having = {name: frozenset(rank for rank, one in enumerate(told) if name in one["here"]) for name in there}
     return {name: ranks for name, ranks in having.items() if len(ranks) < ctx.world_size}
-
-
-def _elsewhere(name: str, dtype: str, shape: list[int], is_sharded: bool) -> Held:
-    tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-    return Held(name, tensor, is_sharded=is_sharded, block=whole(shape), local=tensor)

@@ -82,8 +82,11 @@ def share_copies(what: str, storage: Storage, ctx: DistContext) -> Iterator[Copi
         if not folder.is_dir():  # ranks of one machine, in containers with folders of their own
             folder, makes = ending.enter_context(private_folder()), True
         found = Copies(what, storage, folder, makes=makes, ctx=ctx)
-        with _named(found):
+        try:
             yield found
+        except CheckpointError as error:  # which names the files where they come from
+            error.args = (found.named(str(error)),)
+            raise
 
 
 def with_newest(what: str, where: Path, ctx: DistContext, work: Callable[[Path], R]) -> R:
@@ -122,16 +125,6 @@ def _chosen(what: str, where: Path) -> tuple[str | None, bool]:
     if isinstance(storage, Directory) and not storage.names():
         return None, False
     return find_one(what, where)[1], False
-
-
-@contextlib.contextmanager
-def _named(copies: Copies) -> Iterator[None]:
-    """Let errors name the files where they come from."""
-    try:
-        yield
-    except CheckpointError as error:
-        error.args = (copies.named(str(error)),)
-        raise
 
 
 def raise_damage_on_all(what: str, ctx: DistContext, work: Callable[[], R]) -> R:

@@ -14,7 +14,7 @@ from typing import IO
 
 from weft.checkpoint.format.manifest import NAME, STEP, Manifest, read_manifest, step_of
 from weft.checkpoint.format.plain_files import digest_of, raise_if_unreadable, read_plain, why_not_plain
-from weft.checkpoint.format.safetensors_write import new_file, sync_folder, write_bytes
+from weft.checkpoint.format.safetensors_write import new_file, sync_folder, take_name, write_bytes
 from weft.checkpoint.storage.protocol import Draft, changed_bytes
 from weft.errors import CheckpointError
 
@@ -121,21 +121,12 @@ class Directory:
 
     def commit(self, draft: Draft, name: str, manifest: bytes, *, aside: str) -> None:
         """See `Storage`."""
-        hidden, final, old = self.where / draft.folder, self.where / name, None
+        hidden, final = self.where / draft.folder, self.where / name
         write_bytes(hidden / NAME, manifest)
         if not _holds(hidden / NAME, manifest):
             raise changed_bytes(final / NAME)
         sync_folder(hidden)
-        if os.path.lexists(final):
-            old = self._free_name(name, aside)
-            final.rename(old)
-        try:
-            hidden.rename(final)
-        except OSError:
-            if hidden.is_dir():  # else it has succeeded, and a network file system has asked twice
-                if old is not None:
-                    old.rename(final)
-                raise
+        take_name(hidden, final, self._free_name(name, aside) if os.path.lexists(final) else None)
 
     def after_commit(self, name: str) -> None:
         """See `Storage`."""

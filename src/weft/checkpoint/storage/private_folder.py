@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from weft.checkpoint.format.plain_files import closing
+
 _OLD_S = 600.0  # a folder of this age is locked, or was left behind
 
 
@@ -26,13 +28,12 @@ def private_folder() -> Iterator[Path]:
     prefix = f"weft-copy-{os.getuid()}-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         remove_if_left(left, age_s=_OLD_S)
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
-        handle = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield Path(name)
-        finally:
-            os.close(handle)
+    with (
+        tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name,
+        closing(os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as handle,
+    ):
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield Path(name)
 
 
 def remove_if_left(folder: Path, *, age_s: float = 0.0) -> None:
@@ -42,12 +43,9 @@ def remove_if_left(folder: Path, *, age_s: float = 0.0) -> None:
         folder: Which.
         age_s: How long ago it was changed at least.
     """
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            state = os.fstat(handle)
-            if state.st_uid == os.getuid() and time.time() - state.st_mtime >= age_s:
-                shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(handle)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.suppress(OSError), closing(os.open(folder, flags)) as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        state = os.fstat(handle)
+        if state.st_uid == os.getuid() and time.time() - state.st_mtime >= age_s:
+            shutil.rmtree(folder, ignore_errors=True)

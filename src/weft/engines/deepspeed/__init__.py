@@ -7,15 +7,13 @@ internals.py        its names that are not public
 ds_config.py        its configuration, with what the pipeline owns filled in
 build.py            an engine around a module and an optimizer
 buffers.py          where its optimizers keep gradients, weights and state
-parameters.py       parameters in the form of all strategies
-optimizer_state.py  the state of an optimizer in that form
+parameters.py       parameters and the state of an optimizer in the form of all strategies
 backward.py         backward passes of a plain loop, as those buffers see them
 step.py             a step, made by DeepSpeed
 placeholders.py     what stands in `p.grad` for gradients that lie there
 partition.py        the hooks by which it works under a plain loop
 """
 
-from weft.engines.deepspeed.ds_config import Facts, complete, read
 from weft.engines.deepspeed.library import deepspeed, load_async_io
 
-__all__ = ["Facts", "complete", "deepspeed", "load_async_io", "read"]
+__all__ = ["deepspeed", "load_async_io"]

@@ -9,7 +9,7 @@ Hooks on parameters live in C++, where no collector looks: they hold this object
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.engines.deepspeed.buffers import Buffers
-from weft.engines.deepspeed.library import GroupView
 from weft.engines.deepspeed.placeholders import GradientPlaceholders, is_local
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
@@ -35,22 +33,16 @@ class BackwardPasses:
     """The backward passes through one module: which gradients are reduced, and when.
 
     Attributes:
-        names: Of the parameters that are stepped on.
-        buffers: Where gradients go.
         stand_ins: What is left in `p.grad`.
         stage: 1, 2 or 3.
         peers: The same on the other ranks.
-        view: Of the ranks that divide.
         shared: The module's buffers, which are made equal after each of them; None if they are not.
         enabled: Whether the next one reduces.
     """
 
-    names: Mapping[nn.Parameter, str]
-    buffers: Buffers
     stand_ins: GradientPlaceholders
     stage: int
     peers: Peers
-    view: GroupView
     shared: SharedBuffers | None
     enabled: bool = True
     _due: bool = False  # the window owes a reduction
@@ -60,6 +52,7 @@ class BackwardPasses:
     _passes: list[_ForwardPass] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.names, self.buffers = self.stand_ins.names, self.stand_ins.buffers
         self._session = BackwardSession(self._begin, self._end, rounds=1)
 
     def watch(self, removable: Removable) -> None:
@@ -161,7 +154,7 @@ class BackwardPasses:
         self.buffers.finish()
         self.buffers.end()
         self.stand_ins.put(self._reduced)
-        group = self.view.group
+        group = self.stand_ins.view.group
         if self.shared is not None and group is not None:
             self.shared.receive(lambda buffers: broadcast(buffers, group), is_first=dist.get_rank(group) == 0)
         missing = [name for p, name in self.names.items() if p.requires_grad and p not in self.stand_ins]

@@ -56,10 +56,6 @@ class _Buffers:
         """Hand a gradient over, to be averaged and cut."""
         if parameter.grad is not None:
             parameter.grad = parameter.grad.contiguous()
-        self._hand_over(parameter)
-
-    def _hand_over(self, parameter: nn.Parameter) -> None:
-        raise NotImplementedError
 
     def finish(self) -> None:
         """Average what was handed over."""
@@ -106,7 +102,9 @@ class BuffersOfStages12(_Buffers):
         zero.setup_buckets()
 
     @override
-    def _hand_over(self, parameter: nn.Parameter) -> None:
+    def reduce(self, parameter: nn.Parameter) -> None:
+        """Hand a gradient over, to be averaged and cut."""
+        super().reduce(parameter)
         if self._zero.use_grad_accum_attribute:
             internals.ACCUMULATE.of(self._zero)(parameter)
         self._zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self.places[parameter].group)
@@ -224,7 +222,9 @@ class BuffersOfStage3(_Buffers):
         zero.backward_prologue()
 
     @override
-    def _hand_over(self, parameter: nn.Parameter) -> None:
+    def reduce(self, parameter: nn.Parameter) -> None:
+        """Hand a gradient over, to be averaged and cut."""
+        super().reduce(parameter)
         self._zero.reduce_ready_partitions_and_remove_grads(parameter)
 
     def end(self) -> None:

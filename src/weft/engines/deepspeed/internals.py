@@ -92,13 +92,7 @@ WHOLE = Attribute(_STAGES_12, "bit16_groups_flat", "zero_partition: weights of m
 
 OF_STAGE_3 = tuple(
     Attribute(_STAGE_3, name, "zero_partition, stage 3")
-    for name in (
-        "_grad_acc_hooks",
-        "micro_step_id",
-        "averaged_gradients",
-        "ipg_buckets",
-        "params_already_reduced",
-    )
+    for name in ("_grad_acc_hooks", "micro_step_id", "averaged_gradients", "ipg_buckets", "params_already_reduced")
 )
 RANK_OF = Attribute(_STAGE_3, "_get_param_partition_rank", "zero_partition, stage 3: where weights lie")
 FLAT_WEIGHTS = Attribute(_STAGE_3, "fp32_partitioned_groups_flat", "zero_partition, stage 3: where weights lie")

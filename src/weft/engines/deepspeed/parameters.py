@@ -1,4 +1,4 @@
-"""The parameters of a module that DeepSpeed has divided, whole or in the form that all of weft understands.
+"""The parameters that DeepSpeed has divided, and their optimizer's state, in the form that all of weft understands.
 
 That form is one tensor per parameter, sharded over the ranks along its first dimension: what the other strategies hold,
 so that a checkpoint of one can be read by any other.
@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from weft.engines.deepspeed import internals
-from weft.engines.deepspeed.buffers import Buffers
+from weft.engines.deepspeed.buffers import Buffers, FlatRange, chunks_of
 from weft.engines.deepspeed.library import Attributes, GroupView
-from weft.tensors.blocks import as_dtensor, block_of, full_tensor
+from weft.engines.torch.steps.swapped import SHARED_STATE
+from weft.errors import ContractError, listed
+from weft.tensors.blocks import as_dtensor, block_of, cut_as, full_tensor
 
 
 class Parameters:
@@ -74,25 +76,17 @@ class Parameters:
 
     def shown(self, whole: torch.Tensor) -> torch.Tensor:
         """The form in which others see it: this rank's rows."""
-        if not whole.dim() or self._mesh is None:
-            return whole
-        return self._sharded(whole[self._rows(whole.shape)].clone(), whole.shape)
+        layout = self._layout(whole.shape)
+        return whole if layout is None else cut_as(whole, layout)
 
     def layout(self, name: str) -> torch.Tensor | None:
         """A tensor without values of its own, cut as this parameter is shown; None if it is shown whole."""
-        shape = next((self._shapes[p] for p, own in self.names.items() if own == name), torch.Size())
+        return self._layout(next((self._shapes[p] for p, own in self.names.items() if own == name), torch.Size()))
+
+    def _layout(self, shape: torch.Size) -> torch.Tensor | None:
         if not len(shape) or self._mesh is None:
             return None
-        rows = self._rows(shape)
-        memory = torch.empty(1, device=self._device)
-        return self._sharded(memory.expand(rows.stop - rows.start, *shape[1:]), shape)
-
-    def _rows(self, shape: torch.Size) -> slice:
-        """Those that this rank shows."""
-        assert self._mesh is not None
-        return block_of(shape, self._mesh, [Shard(0)]).slices[0]
-
-    def _sharded(self, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        rows = torch.empty(1, device=self._device).expand(block_of(shape, self._mesh, [Shard(0)]).shape)
         stride = torch.empty(shape, device="meta").stride()
         found: torch.Tensor = as_dtensor(rows, self._mesh, [Shard(0)], shape, stride)
         return found
@@ -150,3 +144,84 @@ class Parameters:
             parameter.data = value
         destroy()
         self._attributes.take_off()
+
+
+class OptimizerState:
+    """The optimizer's state, between DeepSpeed's flat tensors and `optimizer.state`."""
+
+    def __init__(self, parameters: Parameters, buffers: Buffers) -> None:
+        self._parameters = parameters
+        self._buffers = buffers
+        self._is_new = True  # DeepSpeed's optimizer was given no state yet
+
+    @torch.no_grad()
+    def show(self, optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None:
+        """Put the state into `optimizer.state`, by parameter."""
+        buffers = self._buffers
+        for group in range(buffers.groups()):
+            flat, state = buffers.opened(group)
+            for parameter, place in chunks_of(buffers.places, group):
+                shown: dict[str, Any] = {}
+                for key, value in state.items():
+                    if _is_flat(value, flat):
+                        full = self._parameters.whole(parameter, value.view(-1)[place.at : place.at + place.number])
+                        shown[key] = full if whole else self._parameters.shown(full)
+                    else:
+                        shown[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                if shown:
+                    optimizer.state[parameter] = shown
+            buffers.close(group, changed=False)
+
+    @torch.no_grad()
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the state out of `optimizer.state`.
+
+        What lies on a disk is known there by its tensor: tensors are overwritten and not replaced.
+        """
+        buffers = self._buffers
+        if self._is_new and not optimizer.state:
+            return
+        self._is_new = False
+        for group in range(buffers.groups()):
+            given = {p: optimizer.state.get(p) or {} for p, _ in chunks_of(buffers.places, group)}
+            self._check(given)
+            flat, state = buffers.opened(group)
+            values = next(iter(given.values()), {})
+            for key in set(state) - set(values):
+                del state[key]
+            for key, value in values.items():
+                if not isinstance(value, torch.Tensor) or key in SHARED_STATE:
+                    state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                elif not _is_flat(state.get(key), flat):
+                    state[key] = torch.zeros_like(flat)
+            for parameter, place in chunks_of(buffers.places, group):
+                self._fill(flat, state, given[parameter], place)
+            buffers.close(group, changed=True)
+
+    def _fill(self, flat: torch.Tensor, state: Mapping[str, Any], given: Mapping[str, Any], place: FlatRange) -> None:
+        for key, value in given.items():
+            target = state[key]
+            if _is_flat(target, flat):
+                values = full_tensor(value).reshape(-1)[place.start : place.start + place.number]
+                target.view(-1)[place.at : place.at + place.number].copy_(values)
+
+    def _check(self, given: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """All parameters of a flat tensor share one state: raise if they differ."""
+        keys = {tuple(state) for state in given.values()}
+        counts = {float(state["step"]) for state in given.values() if "step" in state}
+        differing = [f"step = {sorted(counts)}"] if len(counts) > 1 else []
+        if len(keys) > 1:
+            differing.append(
+                f"state of {listed(sorted(self._parameters.names[p] for p, state in given.items() if state))} only"
+            )
+        if differing:
+            raise ContractError(
+                "zero_partition: the parameters of one group have been trained differently",
+                found=listed(differing),
+                expected="one count of steps per group of the optimizer: DeepSpeed steps on all of it together",
+                fix="a group of its own for each kind of parameters",
+            )
+
+
+def _is_flat(value: Any, flat: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == flat.numel()

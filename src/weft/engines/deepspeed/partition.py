@@ -19,8 +19,7 @@ from weft.engines.deepspeed import internals
 from weft.engines.deepspeed.backward import BackwardPasses
 from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.library import GroupView, lend_process_state
-from weft.engines.deepspeed.optimizer_state import OptimizerState
-from weft.engines.deepspeed.parameters import Parameters
+from weft.engines.deepspeed.parameters import OptimizerState, Parameters
 from weft.engines.deepspeed.placeholders import GradientPlaceholders
 from weft.engines.deepspeed.step import Step
 from weft.engines.peers import Peers
@@ -89,16 +88,9 @@ class Partition:
         self._state = OptimizerState(parameters, buffers)
         self._names = {p: name for name, p in module.named_parameters() if p in buffers.places}
         self._stand_ins = GradientPlaceholders(type(module).__name__, self._names, buffers, view)
-        self._passes = BackwardPasses(
-            self._names,
-            buffers,
-            self._stand_ins,
-            stage=options.stage,
-            peers=options.peers,
-            view=view,
-            shared=SharedBuffers(module) if options.buffers and any(True for _ in module.buffers()) else None,
-        )
-        self._step = Step(engine, groups, self._names, buffers, self._stand_ins, watches=options.stage < 3)
+        shared = SharedBuffers(module) if options.buffers and any(True for _ in module.buffers()) else None
+        self._passes = BackwardPasses(self._stand_ins, options.stage, options.peers, shared)
+        self._step = Step(engine, groups, self._stand_ins, watches=options.stage < 3)
         assert view.group is not None
         self._steps = Steps("zero_partition", self, view.group, options.peers)
         self._removable = Removable()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -20,19 +21,22 @@ from weft.errors import ContractError
 from weft.tensors.sharded_grad import CutGradient
 
 
+@dataclass(eq=False)
 class GradientPlaceholders:
     """The stand-ins of one module's gradients.
 
     Attributes:
         class_name: Of the module, for errors.
+        names: Of the parameters that are stepped on.
+        buffers: Where gradients and weights lie.
+        view: Of the ranks that divide.
     """
 
-    def __init__(self, class_name: str, names: Mapping[nn.Parameter, str], buffers: Buffers, view: GroupView) -> None:
-        self.class_name = class_name
-        self._names = names
-        self._buffers = buffers
-        self._view = view
-        self._held: dict[nn.Parameter, CutGradient] = {}
+    class_name: str
+    names: Mapping[nn.Parameter, str]
+    buffers: Buffers
+    view: GroupView
+    _held: dict[nn.Parameter, CutGradient] = field(default_factory=dict)
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._held
@@ -40,7 +44,7 @@ class GradientPlaceholders:
     def named(self, name: str) -> tuple[nn.Parameter, torch.Tensor] | None:
         """The parameter of this name and this rank's piece of its gradient; None if that lies elsewhere."""
         for parameter, held in self._held.items():
-            if self._names[parameter] == name and parameter.grad is held:
+            if self.names[parameter] == name and parameter.grad is held:
                 return parameter, held.piece()
         return None
 
@@ -62,7 +66,7 @@ class GradientPlaceholders:
             self.drop()
         for parameter in set(self._held) - set(kept):
             if not self._held[parameter].spent:
-                self._buffers.gradient(parameter).zero_()
+                self.buffers.gradient(parameter).zero_()
             del self._held[parameter]
         return kept
 
@@ -90,7 +94,7 @@ class GradientPlaceholders:
 
     def spend(self) -> None:
         """Stand in for the gradients that a step has used."""
-        for parameter in self._names:
+        for parameter in self.names:
             held = self._held[parameter] = self._stand_in(parameter)
             held.spent = True
             parameter.grad = held
@@ -98,17 +102,17 @@ class GradientPlaceholders:
     def drop(self) -> None:
         """Forget all gradients in the buffers."""
         self._held.clear()
-        self._buffers.drop()
+        self.buffers.drop()
 
     def start_anew(self) -> None:
         """Forget what a backward pass that raised has left."""
-        for parameter in self._names:
+        for parameter in self.names:
             parameter.grad = None
         self._held.clear()
-        self._buffers.reset()
+        self.buffers.reset()
 
     def _stand_in(self, parameter: nn.Parameter) -> CutGradient:
-        return CutGradient(parameter, self._names[parameter], self._view.group, _piece_of(self._buffers, parameter))
+        return CutGradient(parameter, self.names[parameter], self.view.group, _piece_of(self.buffers, parameter))
 
 
 def is_local(gradient: torch.Tensor | None) -> bool:

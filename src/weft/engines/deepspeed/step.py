@@ -11,7 +11,6 @@ from torch import nn
 
 from weft import torch_internals
 from weft.engines.deepspeed.backward import raise_unused
-from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.placeholders import GradientPlaceholders, is_local
 from weft.engines.torch.steps.swapped import check_no_closure
 from weft.errors import NotSynchronized, listed, message
@@ -24,20 +23,19 @@ class Step:
     Attributes:
         engine: DeepSpeed's.
         groups: Numbers of the optimizer's groups, and the engine's group for each.
-        names: Of the parameters that are stepped on.
-        buffers: Where gradients and weights lie.
         stand_ins: What is in `p.grad`.
         watches: Whether the user may change parameters between steps, which hold their values then.
     """
 
     engine: Any
     groups: Sequence[tuple[int, Mapping[str, Any]]]
-    names: Mapping[nn.Parameter, str]
-    buffers: Buffers
     stand_ins: GradientPlaceholders
     watches: bool
     _versions: dict[nn.Parameter, int] = field(default_factory=dict)
     _done: bool = False
+
+    def __post_init__(self) -> None:
+        self.names = self.stand_ins.names
 
     def note_versions(self) -> None:
         """The weights that are stepped on are those of the module."""
@@ -81,10 +79,10 @@ class Step:
             group.update({key: value for key, value in given.items() if key != "params"})  # type: ignore[attr-defined]
         for parameter, version in self._versions.items():
             if torch_internals.VERSION.of(parameter) != version:
-                self.buffers.take_weights(parameter)
+                self.stand_ins.buffers.take_weights(parameter)
         for parameter in self.names:
             parameter.grad = None
-        self.buffers.before_step()
+        self.stand_ins.buffers.before_step()
         self.engine.step()
         skipped = bool(self.engine.optimizer.overflow)
         names = list(self.names.values())

@@ -1,8 +1,12 @@
-"""Which device holds which part of a tensor: the strategies as layouts, see [Note: one view].
+"""Which device holds which part of a tensor: the strategies as layouts, see [Note: one view]; and where a step ends.
 
 [Note: marks get lost] XLA keeps the layout with the values of a tensor. What is copied in from elsewhere, and the
 state that an optimizer makes in its first step or loads, comes without; so the layout of each parameter and
 of its state is kept beside the parameter, and laid on again.
+
+[Note: one graph per step] XLA collects operations and runs nothing until it is told to, or until a value is looked
+at. All of a step is one graph here: it ends when an optimizer of tensors on XLA has stepped. A window of
+micro-batches is one graph as well, and a shorter last window is another one.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from weft.engines.xla import internals
 from weft.engines.xla.library import TorchXLA
@@ -38,8 +43,7 @@ class Laid:
 
     mean_over = 1
 
-    def __init__(self, lib: TorchXLA, mesh: Any, module: nn.Module, axes: Sequence[str], cut: str) -> None:
-        self._lib = lib
+    def __init__(self, mesh: Any, module: nn.Module, axes: Sequence[str], cut: str) -> None:
         self._mesh = mesh
         self._module = weakref.ref(module)
         over = tuple(name for name in axes if mesh.shape()[name] > 1)[-1:]
@@ -51,7 +55,7 @@ class Laid:
             vars(tensor)[_KEPT] = _TensorLayout(
                 parts if cut == "all" else whole, parts if cut in ("all", "state") else None
             )
-        lay(lib, mesh, [module])
+        lay(mesh, [module])
 
     # Gradients are sums over the batch of all devices in every backward; there is nothing to switch.
 
@@ -69,21 +73,21 @@ class Laid:
         module = self._module()
         for tensor in _tensors(module) if module is not None else ():
             vars(tensor).pop(_KEPT, None)
-            mark(self._lib, self._mesh, tensor, (None,) * tensor.dim())
+            mark(self._mesh, tensor, (None,) * tensor.dim())
 
 
-def lay(lib: TorchXLA, mesh: Any, objects: Iterable[object]) -> None:
+def lay(mesh: Any, objects: Iterable[object]) -> None:
     """Lay the modules and optimizers among `objects` out as it was decided for them."""
     for obj in objects:
         if isinstance(obj, nn.Module):
             for tensor in _tensors(obj):
                 if kept := plans_of(tensor):
-                    mark(lib, mesh, tensor, kept.own)
+                    mark(mesh, tensor, kept.own)
         elif isinstance(obj, torch.optim.Optimizer):
-            lay_state(lib, mesh, obj)
+            lay_state(mesh, obj)
 
 
-def lay_state(lib: TorchXLA, mesh: Any, optimizer: torch.optim.Optimizer) -> None:
+def lay_state(mesh: Any, optimizer: torch.optim.Optimizer) -> None:
     """Lay out what an optimizer keeps of the shape of its parameters."""
     for parameter, state in optimizer.state.items():
         kept = plans_of(parameter) if isinstance(parameter, torch.Tensor) else None
@@ -91,7 +95,28 @@ def lay_state(lib: TorchXLA, mesh: Any, optimizer: torch.optim.Optimizer) -> Non
             continue
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.device.type == "xla" and value.shape == parameter.shape:
-                mark(lib, mesh, value, kept.state)
+                mark(mesh, value, kept.state)
+
+
+class StepEnd:
+    """A hook on all optimizers, also those that are made later; others than those of XLA are left alone."""
+
+    def __init__(self, lib: TorchXLA, mesh: Any) -> None:
+        self._lib = lib
+        self._mesh = mesh
+        self._handle = register_optimizer_step_post_hook(self._after_step)
+
+    def release(self) -> None:
+        """Take the hook off."""
+        self._handle.remove()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(p.device.type == "xla" for group in optimizer.param_groups for p in group["params"]):
+            return
+        if self._mesh is not None:
+            # State that this step has made, while it is a part of the graph; see [Note: marks get lost].
+            lay_state(self._mesh, optimizer)
+        self._lib.torch_xla.sync()
 
 
 def plans_of(tensor: torch.Tensor) -> _TensorLayout | None:
@@ -100,7 +125,7 @@ def plans_of(tensor: torch.Tensor) -> _TensorLayout | None:
     return found
 
 
-def mark(lib: TorchXLA, mesh: Any, tensor: torch.Tensor, plan: Plan) -> None:
+def mark(mesh: Any, tensor: torch.Tensor, plan: Plan) -> None:
     """Lay a tensor out; nothing happens if it is so already."""
     layout = mesh.get_op_sharding(plan)
     values = tensor.detach()

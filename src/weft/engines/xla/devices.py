@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from weft.engines.results import Axes, Releasable
 from weft.engines.torch.device.devices import TorchDevices
+from weft.engines.xla.device_layout import StepEnd
 from weft.engines.xla.device_transfer import fetch, place, prefetch, send
 from weft.engines.xla.library import TorchXLA, check_processes, library, use_spmd
-from weft.engines.xla.step_end import StepEnd
 from weft.errors import ContextError, value_error
 
 

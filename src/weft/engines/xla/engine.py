@@ -12,11 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from weft.engines.options import (
-    RecomputeOptions,
-    ReduceOptions,
-    ShardOptions,
-)
+from weft.engines.options import RecomputeOptions, ReduceOptions, ShardOptions
 from weft.engines.peers import Peers
 from weft.engines.results import ReducedModule, Undoable
 from weft.engines.torch.engine import TorchEngine
@@ -33,12 +29,12 @@ class XlaEngine(XlaDevices, TorchEngine):
 
     def apply_layout(self, module: nn.Module, axes: Sequence[str], cut: str) -> Undoable | None:
         """Divide a module among the devices: "no", "state" or "all" of it."""
-        return None if self._mesh is None else Laid(self._lib, self._mesh, module, axes, cut)
+        return None if self._mesh is None else Laid(self._mesh, module, axes, cut)
 
     def values_replaced(self, objects: Iterable[object]) -> None:
         """Lay modules and optimizers out again, whose values came from elsewhere."""
         if self._mesh is not None:
-            lay(self._lib, self._mesh, objects)
+            lay(self._mesh, objects)
         self._lib.torch_xla.sync(wait=True)
 
     @override
@@ -85,7 +81,7 @@ class XlaEngine(XlaDevices, TorchEngine):
 
 def _of_hosts(engine: XlaEngine, module: nn.Module, axes: Sequence[str], cut: str, group: dist.ProcessGroup) -> Laid:
     assert engine._mesh is not None
-    laid = Laid(engine._lib, engine._mesh, module, axes, cut)
+    laid = Laid(engine._mesh, module, axes, cut)
     # Each host counts the samples of all of them, as it sees them all.
     laid.mean_over = dist.get_world_size(group)
     return laid

@@ -1,13 +1,8 @@
 """Where the parts of a module lie: arithmetic on names and bytes, without a device.
 
-module_sizes.py    `module_sizes`
+module_sizes.py    `module_sizes`; sizes such as "5GB"
 place_units.py     which parts lie in one place, and which may be streamed
 choose_places.py   which unit goes where, and the room that streaming takes
 plan_placement.py  `plan_placement`, and the plan as a value
 placed_tensors.py  the tensors of a module on their way there, and back
 """
-
-from weft.weights.places.module_sizes import module_sizes
-from weft.weights.places.plan_placement import PlacedUnit, PlacementPlan, plan_placement
-
-__all__ = ["PlacedUnit", "PlacementPlan", "module_sizes", "plan_placement"]

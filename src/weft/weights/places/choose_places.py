@@ -7,7 +7,9 @@ Of units of one size those that stay lie evenly among those that are streamed, w
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from weft.weights.places.place_units import PlaceUnit
@@ -91,16 +93,13 @@ def _balanced(units: Sequence[PlaceUnit], fast: dict[str, int], balance: str) ->
 
 def _least(units: Sequence[PlaceUnit], places: Sequence[str], caps: dict[str, int]) -> int:
     """The smallest limit for some places with which everything still fits."""
-    low, high = 0, sum(unit.size for unit in units)
     every = set(range(len(units)))
-    while low < high:
-        middle = (low + high) // 2
-        tried = caps | {place: min(caps[place], middle) for place in places}
-        if _packed(units, every, tried, in_order=True) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+
+    def fits(limit: int) -> bool:
+        tried = caps | {place: min(caps[place], limit) for place in places}
+        return _packed(units, every, tried, in_order=True) is not None
+
+    return bisect.bisect_left(range(sum(unit.size for unit in units)), True, key=fits)  # noqa: FBT003
 
 
 # -- some are streamed -------------------------------------------------------------------------------
@@ -111,7 +110,7 @@ def _streaming(
 ) -> Iterator[ChosenPlaces | None]:
     """A choice for each size of the slot and each order in which units are given what is left."""
     for room in sorted({unit.slot for unit in units if not unit.fixed}):
-        for fill in (_largest_first, _smallest_first, _in_order):
+        for fill in (partial(_by_size, largest_first=True), partial(_by_size, largest_first=False), _in_order):
             yield _with_room(units, fast, slow, room, fill)
 
 
@@ -160,18 +159,10 @@ def _as_fits(units: Sequence[PlaceUnit], stay: set[int], must: set[int], left: M
     return places
 
 
-def _largest_first(units: Sequence[PlaceUnit], free: Sequence[int], space: int) -> set[int]:
-    return _by_size(units, free, space, sorted({units[i].parameters for i in free}, reverse=True))
-
-
-def _smallest_first(units: Sequence[PlaceUnit], free: Sequence[int], space: int) -> set[int]:
-    return _by_size(units, free, space, sorted({units[i].parameters for i in free}))
-
-
-def _by_size(units: Sequence[PlaceUnit], free: Sequence[int], space: int, sizes: Sequence[int]) -> set[int]:
+def _by_size(units: Sequence[PlaceUnit], free: Sequence[int], space: int, *, largest_first: bool) -> set[int]:
     """As many units as fit, size by size; of one size, spread over the module."""
     stay: set[int] = set()
-    for size in sizes:
+    for size in sorted({units[i].parameters for i in free}, reverse=largest_first):
         alike = [i for i in free if units[i].parameters == size]
         count = min(len(alike), space // size) if size else len(alike)
         stay |= {i for at, i in enumerate(alike) if (at + 1) * count // len(alike) > at * count // len(alike)}

@@ -1,13 +1,29 @@
-"""`module_sizes`: the bytes of a module and of each of its parts."""
+"""Sizes in bytes: of a module and of each of its parts (`module_sizes`), and as a text says them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from weft.checks import check_module, check_not_lazy
+
+UNITS = MappingProxyType({"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40})  # fmt: skip
+
+
+def parse_size(text: str) -> int | None:
+    """The bytes of a text such as "5GB"; None if it is no size.
+
+    Example:
+        >>> parse_size("100B"), parse_size("1.5KB"), parse_size("2 MiB"), parse_size("5")
+        (100, 1500, 2097152, None)
+    """
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{0,9})?|\.\d{1,9}) ?([KMGT]i?B|B)", text)
+    return int(float(found[1]) * UNITS[found[2]]) if found else None
 
 
 def module_sizes(module: nn.Module) -> dict[str, int]:

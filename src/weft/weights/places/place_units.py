@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weft import torch_internals
 from weft.contract.select_modules import Selection, select, select_apart
 from weft.engines.torch.streaming.slots import slot_bytes
+from weft.sharding.meta import own_tensors
 from weft.sharding.units import blocks_of
 from weft.weights.places.module_sizes import bytes_of
 
@@ -56,7 +56,7 @@ def place_units(what: str, module: nn.Module, chosen: Selection | None, keep: Se
     kept = select(what, module, keep).values() if _is_given(keep) else ()
     stays = {id(part) for outer in kept for part in outer.modules()}
     held = {id(tensor) for part in parts.values() for tensor in (*part.parameters(), *part.buffers())}
-    rest = list(_own_tensors(module, parts.values()))
+    rest = list(_beside(module, parts.values()))
     alone = [t for t in rest if id(t) not in held]
     parameters = bytes_of(t for t in alone if isinstance(t, nn.Parameter))
     units = [PlaceUnit(("",), parameters, bytes_of(alone) - parameters, 0, fixed=True)]
@@ -145,25 +145,22 @@ def _parts(module: nn.Module, chosen: set[int]) -> Iterator[tuple[str, nn.Module
     return visit(module)
 
 
-def _own_tensors(module: nn.Module, parts: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+def _beside(module: nn.Module, parts: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     """Parameters and buffers that lie in none of the parts, or in one and outside as well."""
     inside = {id(one) for part in parts for one in part.modules()}
     for part in module.modules():
         if id(part) not in inside:
-            kinds = (torch_internals.PARAMETERS.of(part), torch_internals.BUFFERS.of(part))
-            yield from (t for kind in kinds for t in kind.values() if t is not None)
+            yield from (tensor for _, tensor in own_tensors(part))
 
 
 def _tied(parts: dict[str, nn.Module]) -> list[tuple[str, ...]]:
     """The names of parts, those that share a parameter together."""
-    groups: list[dict[str, set[int]]] = []
+    groups: list[tuple[list[str], set[int]]] = []
     for name, part in parts.items():
         own = {id(p) for p in part.parameters()}
-        shared = [group for group in groups if any(own & other for other in group.values())]
-        joined = {one: ids for group in shared for one, ids in group.items()} | {name: own}
-        if shared:
-            groups[groups.index(shared[0])] = joined
-            groups = [group for group in groups if not any(group is other for other in shared)]
-        else:
-            groups.append(joined)
-    return [tuple(group) for group in groups]
+        shared = [group for group in groups if group[1] & own]
+        together = [one for names, _ in shared for one in names]
+        at = groups.index(shared[0]) if shared else len(groups)
+        groups = [group for group in groups if group not in shared]
+        groups.insert(at, ([*together, name], own.union(*(held for _, held in shared))))
+    return [tuple(names) for names, _ in groups]

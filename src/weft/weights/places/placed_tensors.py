@@ -16,12 +16,13 @@ from weft.checkpoint.format.transfer import Stored, Transfer, read_blocks
 from weft.engines.torch.streaming.placeholder import stand_in
 from weft.engines.torch.streaming.stream import StreamedPart, StreamedTensor
 from weft.errors import listed, value_error
+from weft.sharding.meta import own_tensors
 from weft.tensors.blocks import whole
 from weft.tensors.remote_parameter import forget_elsewhere
 from weft.weights.assign import compare
 from weft.weights.places.plan_placement import PlacementPlan
 from weft.weights.sources import WeightFiles
-from weft.weights.targets import targets
+from weft.weights.targets import in_place_of, targets
 
 
 class _PlacedTensor:
@@ -77,12 +78,10 @@ class PlacedTensors:
         self._module, self._plan, self._source, self._threads = module, plan, source, num_threads
         self._placed: dict[int, _PlacedTensor] = {}
         for prefix, part in module.named_modules():
-            kinds = (torch_internals.PARAMETERS.of(part), torch_internals.BUFFERS.of(part))
-            for own, tensor in [item for kind in kinds for item in kind.items()]:
-                if tensor is not None:
-                    if id(tensor) not in self._placed:
-                        self._placed[id(tensor)] = self._settle(f"{prefix}.{own}".lstrip("."), tensor)
-                    self._placed[id(tensor)].owners.append((part, own))
+            for own, tensor in own_tensors(part):
+                if id(tensor) not in self._placed:
+                    self._placed[id(tensor)] = self._settle(f"{prefix}.{own}".lstrip("."), tensor)
+                self._placed[id(tensor)].owners.append((part, own))
         if source is not None:
             held = targets(module, {}, what="place")
             compare("place", module, source, held, strict=strict, within=None)
@@ -165,7 +164,7 @@ class PlacedTensors:
             if not one.streamed:
                 assert one.values is not None
                 if one.before.is_meta or (one.stored is not None and not isinstance(one.before, nn.Parameter)):
-                    one.now = _like(one.before, one.values)
+                    one.now = in_place_of(one.before, one.values)
                 else:
                     one.now.data = one.values
                 one.values = None
@@ -209,12 +208,3 @@ class PlacedTensors:
                     tensors[id(one)] = StreamedTensor(owners, cast("nn.Parameter", one.now), one)
             found.append(StreamedPart(name, part, tuple(tensors.values())))
         return tuple(found)
-
-
-def _like(before: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Values as what was on meta: a parameter for a parameter, with its attributes."""
-    made: torch.Tensor = values
-    if isinstance(before, nn.Parameter):
-        made = nn.Parameter(values, before.requires_grad)
-    vars(made).update(vars(before))
-    return made

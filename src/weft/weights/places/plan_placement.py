@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -17,13 +16,9 @@ from weft.checks import check_choice, check_module, check_not_lazy
 from weft.contract.select_modules import Selection
 from weft.errors import listed, type_error, value_error
 from weft.weights.places.choose_places import choose_places, fast_places
-from weft.weights.places.module_sizes import bytes_of
+from weft.weights.places.module_sizes import bytes_of, parse_size
 from weft.weights.places.place_units import PlaceUnit, classes_within, place_units
 
-_FACTORS = MappingProxyType(
-    {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    | {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-)
 _ENDLESS = 2**62
 
 
@@ -237,15 +232,12 @@ def _raise_full(
 
 def _least(found: list[PlaceUnit], sizes: dict[str, int], balance: str) -> int:
     """The smallest budget of the first place that would do."""
-    first = next(iter(sizes))
-    low, high = 0, 2 * sum(unit.size + unit.slot for unit in found)
-    while low < high:
-        middle = (low + high) // 2
-        if choose_places(found, sizes | {first: middle}, balance) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    first, most = next(iter(sizes)), 2 * sum(unit.size + unit.slot for unit in found)
+
+    def fits(size: int) -> bool:
+        return choose_places(found, sizes | {first: size}, balance) is not None
+
+    return bisect.bisect_left(range(most), True, key=fits)  # noqa: FBT003
 
 
 def _limits(budgets: Mapping[str, int | str | None]) -> dict[str, int | None]:
@@ -263,7 +255,8 @@ def _limits(budgets: Mapping[str, int | str | None]) -> dict[str, int | None]:
             expected='a mapping, such as {"cuda:0": "20GB", "cpu": None}, where None is no limit; or a PlacementPlan',
             fix=fix,
         )
-    wrong = [f"{place!r}: {size!r}" for place, size in budgets.items() if not (_is_place(place) and _is_size(size))]
+    limits = {place: _limit(size) for place, size in budgets.items()}
+    wrong = [f"{place!r}: {size!r}" for place, size in budgets.items() if not _is_place(place) or limits[place] == -1]
     rank = [("cpu", "disk").index(place) if place in ("cpu", "disk") else -1 for place in budgets]
     if wrong or rank != sorted(rank) or not set(budgets) - {"disk"}:
         raise value_error(
@@ -272,7 +265,7 @@ def _limits(budgets: Mapping[str, int | str | None]) -> dict[str, int | None]:
             expected='bytes by place: accelerators such as "cuda:0", then "cpu", then "disk"',
             fix=fix,
         )
-    return {place: None if size is None else _bytes(size) for place, size in budgets.items()}
+    return limits
 
 
 def _is_place(place: object) -> bool:
@@ -284,18 +277,12 @@ def _is_place(place: object) -> bool:
         return False
 
 
-def _is_size(size: object) -> bool:
+def _limit(size: object) -> int | None:
+    """A budget in bytes, None for no limit; -1 if it cannot be read."""
     if isinstance(size, str):
-        found = re.fullmatch(r"\s*[\d.]+\s*([KMGT]?I?B)\s*", size, re.IGNORECASE)
-        return found is not None and size.strip().count(".") <= 1 and any(c.isdigit() for c in size)
-    return size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 0)
-
-
-def _bytes(size: int | str) -> int:
-    if isinstance(size, int):
-        return size
-    number, unit = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]+)\s*", size).groups()  # type: ignore[union-attr]
-    return int(float(number) * _FACTORS[unit.upper()])
+        found = parse_size(size.strip().upper().replace("I", "i"))
+        return -1 if found is None else found
+    return size if size is None or (type(size) is int and size >= 0) else -1
 
 
 def _said(unit: PlacedUnit) -> str:

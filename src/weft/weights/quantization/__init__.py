@@ -3,7 +3,3 @@
 quantize.py          `quantized`
 quantized_layers.py  the libraries that quantize a layer
 """
-
-from weft.weights.quantization.quantize import quantized
-
-__all__ = ["quantized"]

@@ -205,18 +205,13 @@ def _load(
     def rest() -> WeightAssignment:
         names = [name for name, _ in module.named_parameters()] + [name for name, _ in module.named_buffers()]
         own = {name for name in names if name.rpartition(".")[0] not in layers}
-        named = as_named_now(from_path("quantized", path, "model"), module)
-        left = renamed(named, lambda name: name if name in own else None)
+        left = renamed(source, lambda name: name if name in own else None)
         return WeightAssignment(module, left, ctx, elsewhere={}, strict=True, dtype=compute, within=own)
 
     try:
         on_all("quantized", ctx, lambda: _swap(module, layers, source, how, compute, ctx))
         placement = on_all("quantized", ctx, rest)
-        try:
-            on_all("quantized", ctx, placement.read)
-        except BaseException:
-            placement.undo()
-            raise
+        placement.read("quantized")
     except BaseException:
         for name, layer in layers.items():
             module.set_submodule(name, layer)
@@ -251,8 +246,6 @@ def _swap(
         if made.bias is not None:
             made.bias.requires_grad_(layer.bias.requires_grad)
         module.set_submodule(name, made)
-    if source is not None:
-        source.files.close()
 
 
 def _read(source: WeightFiles, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -15,12 +15,7 @@ from weft.checks import check_choice
 from weft.errors import MissingExtra, value_error
 
 _ENGINES = MappingProxyType(
-    {
-        "nf4": ("bitsandbytes",),
-        "fp4": ("bitsandbytes",),
-        "int8": ("torchao", "bitsandbytes"),
-        "float8": ("torchao",),
-    }
+    {"nf4": ("bitsandbytes",), "fp4": ("bitsandbytes",), "int8": ("torchao", "bitsandbytes"), "float8": ("torchao",)}
 )
 
 
