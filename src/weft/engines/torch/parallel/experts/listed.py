@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.torch.parallel.experts.all_to_all import Line, Route, send_rows
+from weft.engines.torch.parallel.exchange import exchanged
+from weft.engines.torch.parallel.experts.all_to_all import Line, Route
 from weft.engines.torch.parallel.experts.expert_placeholders import DTYPES, Answering, Call, End, Noting, StandIn
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.messages import control_device
@@ -110,8 +111,8 @@ class ListedExperts:
         mine = torch.cat(flat) if flat else torch.zeros(0, plan.width, dtype=plan.dtype, device=plan.device)
         if plan.tracked and not mine.requires_grad:
             mine = mine.requires_grad_()  # the peers wait for this rank's part of the backward pass
-        (rows,) = send_rows(plan.route, mine)
-        (back,) = send_rows(plan.route.back(), self._run(list(experts)[plan.held], rows, plan))
+        (rows,) = exchanged(plan.route, [mine])
+        (back,) = exchanged(plan.route.back(), [self._run(list(experts)[plan.held], rows, plan)])
         results: dict[int, torch.Tensor] = {}
         for index, part in zip(order, back.split([len(one) for one in flat]), strict=True):
             results[index] = part.view(*calls[index].rows.shape[:-1], *part.shape[1:])
