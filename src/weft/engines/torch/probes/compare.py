@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +14,10 @@ import torch.distributed as dist
 
 from weft.engines.probes import Compared
 from weft.errors import WeftError
+from weft.tensors.checksums import checksums
 from weft.tensors.dtensor import local
 from weft.tensors.messages import control_device
 from weft.tensors.nested import leaves, tensors
-
-_PIECE = 1 << 20  # numbers that are looked at together, as int64
 
 # What forward raises where ranks have parts of other shapes, or of another kind, than it is written for.
 OTHERS = (WeftError, dist.DistError, torch.OutOfMemoryError)
@@ -64,23 +65,9 @@ def _norm(tensor: torch.Tensor) -> float:
 
 def digest(value: Any) -> torch.Tensor:
     """Numbers that are equal for tensors of equal shapes, dtypes and bits: [2] int64, on the CPU."""
-    total, shapes = 0, 0
-    for number, tensor in enumerate(tensors(value)):
-        held = local(tensor).detach()
-        width = held.element_size()
-        held = torch.view_as_real(held) if held.is_complex() else held
-        flat = held.contiguous().reshape(-1).view(torch.uint8 if width < 4 else torch.int32)
-        sums = [_weighted(part, number + 1 + start) for start, part in enumerate(flat.split(_PIECE))]
-        total += 0 if not sums else int(torch.stack(sums).sum())
-        for fact in (len(tensor.shape), *tensor.shape, width, tensor.is_floating_point()):
-            shapes = (shapes * 1000003 + int(fact) + 7) % (1 << 61)
-    return torch.tensor([total % (1 << 62), shapes])
-
-
-def _weighted(bits: torch.Tensor, start: int) -> torch.Tensor:
-    """The sum of numbers, each times one that tells its place: 0-d int64."""
-    places = torch.arange(start, start + bits.numel(), device=bits.device) % 65521 + 1
-    return (bits.to(torch.int64) * places).sum()
+    found = list(tensors(value))
+    facts = [(tuple(one.shape), str(one.dtype)) for one in found], checksums(map(local, found))
+    return torch.tensor(struct.unpack("2q", hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()))
 
 
 def differing_ranks(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[int]:
