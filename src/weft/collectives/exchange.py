@@ -96,7 +96,6 @@ class Gathered(NamedTuple):
 
     def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """They have arrived."""
-        del tensors
         return self.tensors
 
     def send_back(self, tracked: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -159,14 +159,10 @@ def pipeline(
     from weft.engines.torch.pipeline.pipelined import PipelinedModule  # noqa: PLC0415  (half a second of imports in torch)
 
     peers, guard = Ledger(line.world, "pipeline"), partial(_in_call, line.world, offered(module, EndsBackward))
-    share = partial(_from, line)
-    calls = PipelinedModule(module, line.group, ctx.device, options, peers, guard, share)
+    calls = PipelinedModule(
+        module, line.group, ctx.device, options, peers, guard, lambda value, rank: broadcast(value, line, source=rank)
+    )
     return module, ctx.offering(_Pipeline(tensors, calls))
-
-
-def _from(line: DistContext, value: Any, rank: int) -> Any:
-    """The value of one rank of a pipeline."""
-    return broadcast(value, line, source=rank)
 
 
 @contextlib.contextmanager

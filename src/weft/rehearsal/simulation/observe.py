@@ -17,6 +17,7 @@ from weft import torch_internals
 from weft.engines.torch.steps.local import LocalSteps
 from weft.rehearsal.simulation.allocations import Allocations
 from weft.rehearsal.simulation.messages import Traffic, functional_spaces
+from weft.rehearsal.simulation.replaced import replaced
 
 Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
@@ -115,18 +116,14 @@ def _shapes_unseen() -> Iterator[None]:
         with torch_internals.without_modes():
             return before(self, schema)
 
-    setattr(propagator, name, propagate)
-    try:
+    with replaced(propagator, **{name: propagate}):
         yield
-    finally:
-        setattr(propagator, name, before)
 
 
 @contextlib.contextmanager
 def _imports_unseen() -> Iterator[None]:
     """Let modules that are imported meanwhile have tensors as ever: they stay when this is over."""
-    loader: Any = SourceFileLoader
-    execute = loader.exec_module  # of a base class
+    execute: Any = SourceFileLoader.exec_module  # of a base class
 
     def exec_module(self: Any, module: Any) -> None:
         with torch_internals.without_modes():
@@ -134,25 +131,17 @@ def _imports_unseen() -> Iterator[None]:
 
     with torch_internals.without_modes():
         pass  # it imports modules itself
-    loader.exec_module = exec_module
-    try:
+    with replaced(SourceFileLoader, exec_module=exec_module):
         yield
-    finally:
-        del loader.exec_module
 
 
 @contextlib.contextmanager
 def _workers_unseen() -> Iterator[None]:
     """Let workers of loaders, which are copies of this process, make tensors as ever, and this one receive them."""
-    places = torch_internals.worker_loop.home, torch_internals.try_get.home
-    before = [(owner, name, getattr(owner, name)) for owner, name in places]
-    for owner, name, function in before:
-        setattr(owner, name, _unseen(function))
-    try:
+    with contextlib.ExitStack() as stack:
+        for owner, name in (torch_internals.worker_loop.home, torch_internals.try_get.home):
+            stack.enter_context(replaced(owner, **{name: _unseen(getattr(owner, name))}))
         yield
-    finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,17 +177,16 @@ def observing(found: Observed, call: Call = lambda func, args, kwargs: func(*arg
         found.look_at_optimizer(optimizer)
 
     handles = [register_optimizer_step_pre_hook(look), register_optimizer_step_post_hook(look)]
-    storage: Any = torch.UntypedStorage
-    resize, was_own = storage.resize_, "resize_" in vars(storage)
+    resize: Any = torch.UntypedStorage.resize_
 
     def resize_(self: Any, size: int) -> Any:
         result = resize(self, size)
         found.allocations.resized(self)
         return result
 
-    storage.resize_ = resize_
     try:
         with (
+            replaced(torch.UntypedStorage, resize_=resize_),
             _nothing_freed_by_chance(),
             _imports_unseen(),
             _workers_unseen(),
@@ -207,9 +195,5 @@ def observing(found: Observed, call: Call = lambda func, args, kwargs: func(*arg
         ):
             yield
     finally:
-        if was_own:
-            storage.resize_ = resize
-        else:
-            del storage.resize_
         for handle in handles:
             handle.remove()

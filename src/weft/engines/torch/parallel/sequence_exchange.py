@@ -107,7 +107,6 @@ class _AllToAll(NamedTuple):
         return [send.wait(send.all_to_all(flat.contiguous(), None, None, self.ranks.group)) for flat in tensors]
 
     def send_back(self, tracked: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        del tracked
         return exchanged(self, gradients)
 
 
@@ -121,6 +120,5 @@ class _Gathering(NamedTuple):
         return [send.wait(send.all_gather(flat.contiguous(), 0, self.ranks.group)) for flat in tensors]
 
     def send_back(self, tracked: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        del tracked
         send = self.ranks.collectives
         return [send.wait(send.reduce_scatter(flat.contiguous(), "sum", 0, self.ranks.group)) for flat in gradients]

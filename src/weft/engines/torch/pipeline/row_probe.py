@@ -20,7 +20,7 @@ from weft.engines.torch.pipeline.batch_parts import Inputs, MicroBatches
 from weft.engines.torch.pipeline.losses import Loss, Result, combined
 from weft.engines.torch.pipeline.outputs import join, row_dims
 from weft.engines.torch.pipeline.stage_borders import Borders
-from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over
+from weft.engines.torch.probes.compare import LIMIT, LOW_LIMIT, difference, differing_ranks, largest_over
 from weft.engines.torch.probes.no_trace import measured, no_trace, random_kept, zeros_filled
 from weft.engines.torch.probes.observed import Observed
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
@@ -29,7 +29,6 @@ from weft.errors import ProbeFailed, listed
 from weft.tensors.dtensor import local
 from weft.tensors.nested import map_tensors, tensors
 
-_LIMIT, _LOW_LIMIT = 1e-5, 5e-2  # the second of numbers in 16 bits
 _FLOOR = 1e-2  # of the largest gradient: some are zero but for rounding, as those of the biases of keys
 
 Compute = Callable[[int, Inputs, Any], tuple[Any, Any]]
@@ -119,7 +118,7 @@ class RowProbe:
                 found[-2] = difference(Compared("the loss", apart.losses[0].mean(), alone.mean()))
             found[-1] = float(runs.observed.low)
             *worst, low = largest_over(group, found, device)
-        limit = _LOW_LIMIT if low else _LIMIT
+        limit = LOW_LIMIT if low else LIMIT
         self.schedule.note("", zip(_names(self._stages), (relative / limit for relative in worst), strict=True))
         return [relative if relative > limit else 0.0 for relative in worst]
 
@@ -313,5 +312,5 @@ def _dims(apart: Sequence[Any], together: Any) -> list[int | None] | None:
     if dims is None:
         return None
     pairs = zip(tensors(join(apart, dims, [1.0] * len(apart))), tensors(together), strict=True)
-    off = (difference(Compared("rows", t, w)) > _LOW_LIMIT for t, w in pairs if t.dim())
+    off = (difference(Compared("rows", t, w)) > LOW_LIMIT for t, w in pairs if t.dim())
     return None if any(off) else dims

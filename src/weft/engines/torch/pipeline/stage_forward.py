@@ -75,8 +75,7 @@ class StageForward:
             parts = [(name, module.get_submodule(name)) for name in names if not _is_parameter(module, name)]
             self._layers |= {name for name, _ in parts}
             for name, part in parts:
-                route = _Route(weakref.ref(self), number, name, is_last=name == parts[-1][0])
-                route_calls(part, removable, route)
+                route_calls(part, removable, _routed(weakref.ref(self), number, name, is_last=name == parts[-1][0]))
 
     def run(self, stage: int, received: Any, forward: Callable[[], Any]) -> Any:
         """Compute one stage: what its last layer gives, and for the last stage what `forward` gives.
@@ -208,20 +207,16 @@ class StageForward:
         )
 
 
-class _Route:
-    """The calls of one layer."""
+def _routed(owner: weakref.ref[StageForward], number: int, name: str, *, is_last: bool) -> Callable[..., Any]:
+    """The calls of one layer; its hook does not hold the owner."""
 
-    def __init__(self, owner: weakref.ref[StageForward], number: int, name: str, *, is_last: bool) -> None:
-        self._owner = owner
-        self._number = number
-        self._name = name
-        self._is_last = is_last
-
-    def __call__(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        owner = self._owner()
-        if owner is None:
+    def route(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        alive = owner()
+        if alive is None:
             return run(*args, **kwargs)
-        return owner.route(self._number, self._name, run, args, kwargs, is_last=self._is_last)
+        return alive.route(number, name, run, args, kwargs, is_last=is_last)
+
+    return route
 
 
 def _is_parameter(module: nn.Module, name: str) -> bool:

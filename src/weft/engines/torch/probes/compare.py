@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,39 @@ import torch
 import torch.distributed as dist
 
 from weft.engines.probes import Compared
+from weft.engines.torch_errors import is_communication_error
 from weft.errors import WeftError
 from weft.tensors.checksums import checksums
 from weft.tensors.dtensor import local
 from weft.tensors.messages import control_device
 from weft.tensors.nested import leaves, tensors
 
+LIMIT, LOW_LIMIT = 1e-5, 5e-2  # of relative differences; the second of numbers in 16 bits
+LOW = (torch.bfloat16, torch.float16)
+
 # What forward raises where ranks have parts of other shapes, or of another kind, than it is written for.
 OTHERS = (WeftError, dist.DistError, torch.OutOfMemoryError)
 OF_PARTS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)  # but for `OTHERS`
+
+
+def is_of_parts(error: Exception) -> bool:
+    """Whether an error of `OF_PARTS` is none of `OTHERS`, nor of communication."""
+    return not isinstance(error, OTHERS) and not is_communication_error(error)
+
+
+@contextlib.contextmanager
+def parts_suppressed() -> Iterator[None]:
+    """Go on after errors because of shapes or kinds."""
+    try:
+        yield
+    except OF_PARTS as error:
+        if not is_of_parts(error):
+            raise
+
+
+def is_low(device_type: str, given: Iterable[torch.Tensor]) -> bool:
+    """Whether something is computed in 16 bits of these tensors."""
+    return torch.is_autocast_enabled(device_type) or any(one.dtype in LOW for one in given)
 
 
 def returned(value: Any, *, numbers: bool = True, depth: int = 3) -> list[torch.Tensor]:

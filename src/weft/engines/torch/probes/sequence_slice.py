@@ -14,7 +14,15 @@ from torch.func import functional_call
 
 from weft.engines.probes import Compared, OnlyInParts
 from weft.engines.torch.parallel.sequence_exchange import Ranks
-from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, difference, returned
+from weft.engines.torch.probes.compare import (
+    LIMIT,
+    LOW_LIMIT,
+    OF_PARTS,
+    difference,
+    is_of_parts,
+    parts_suppressed,
+    returned,
+)
 from weft.engines.torch.probes.no_trace import no_trace
 from weft.engines.torch.probes.observed import Observed
 from weft.tensors.nested import leaves, map_leaves, map_tensors, tensors
@@ -22,7 +30,7 @@ from weft.tensors.sequence_order import SequencePart, note_part, part_of, places
 
 # Tokens that are computed whole, at least and at most; between, as many as a rank has, and later the least.
 _FEW, _MANY = 2048, 8192
-_LOW_OUTPUT, _LOW_LOSS = 5e-2, 1e-3  # limits where 16 bits are in it; the rounding of a loss averages out
+_LOW_LOSS = 1e-3  # the limit where 16 bits are in it: the rounding of a loss averages out
 _MEAN = (
     "losses.mean(), of all places; where not all count: count = weft.metrics.denominator(number, ctx) "
     "of this rank's places, model(..., count), and in it losses.sum() / count"
@@ -64,7 +72,6 @@ class SlicedSequences:
 
     def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The shapes: the parts differ."""
-        del name
         return [torch.tensor(t.shape) for t in tensors((args, kwargs))]
 
     def alone(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -85,7 +92,7 @@ class SlicedSequences:
         self._turn += 1
         is_loss = yield from self._compare(name, args, kwargs)
         if is_loss and self._turn == 1:
-            with _suppressed():  # of so few, it may be undefined
+            with parts_suppressed():  # of so few, it may be undefined
                 yield from self._compare(name, args, kwargs, few=True)
 
     def _compare(self, name: str, args: Any, kwargs: Any, *, few: bool = False) -> Generator[Compared, None, bool]:
@@ -96,9 +103,9 @@ class SlicedSequences:
             counted = self._counted(name, whole) if is_loss and trains else []
             try:
                 found = self._returned(name, parts, whole=False)
-            except OTHERS:
-                raise
             except OF_PARTS as error:
+                if not is_of_parts(error):
+                    raise
                 raise OnlyInParts(str(error)) from error
         yield Compared("the number of outputs", torch.tensor(len(found)), torch.tensor(len(expected)))
         here = next((t for t in tensors(parts) if t.ndim > 1), None)
@@ -107,7 +114,7 @@ class SlicedSequences:
         for number, (one, other) in enumerate(zip(found, expected, strict=False)):
             if not other.is_floating_point():
                 continue
-            limit = (_LOW_OUTPUT if other.ndim else _LOW_LOSS) if observed.low else 1e-5
+            limit = (LOW_LIMIT if other.ndim else _LOW_LOSS) if observed.low else LIMIT
             what = "what is returned" if len(found) == 1 else f"output {number}"
             if other.ndim == 0:
                 mean = one.clone()
@@ -127,7 +134,7 @@ class SlicedSequences:
     def _whole(self, name: str, args: Any, kwargs: Any, few: bool) -> tuple[Any, Any, list[torch.Tensor]]:
         """Some rows, in parts and whole, and what is returned for them whole; all rows, if some cannot be computed."""
         if not few and not self._needs_all_rows:
-            with _suppressed():
+            with parts_suppressed():
                 parts, whole = self._sliced(args, kwargs)
                 return parts, whole, self._returned(name, whole, whole=True)
             self._needs_all_rows = True  # such as groups of some
@@ -138,7 +145,7 @@ class SlicedSequences:
         """What is returned where one number among the arguments is smaller, for each that may be so."""
         found = []
         for call in _with_counts(whole, self._ranks.number):
-            with _suppressed():  # it may be no count
+            with parts_suppressed():  # it may be no count
                 found.append(self._returned(name, call, whole=True))
         return found
 
@@ -256,17 +263,6 @@ def _parts_of(whole: torch.Tensor, shape: torch.Size, length: int, at: torch.Ten
         whole.unflatten(dim, sizes).index_select(dim + inner, at).flatten(dim, dim + 1)
         for inner, sizes in enumerate([(length, -1), (-1, length)])
     ]
-
-
-@contextlib.contextmanager
-def _suppressed() -> Iterator[None]:
-    """What is raised because of shapes or kinds."""
-    try:
-        yield
-    except OTHERS:
-        raise
-    except OF_PARTS:
-        pass
 
 
 @contextlib.contextmanager

@@ -22,11 +22,11 @@ from weft import torch_internals
 from weft.engines.probes import Compared
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
-from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, returned
+from weft.engines.torch.probes.compare import is_low, parts_suppressed, returned
 from weft.engines.torch.probes.no_trace import copied, no_trace
 from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.engines.torch.probes.same_draws import SameDraws
-from weft.engines.torch.probes.whole_unit import WholeUnits, gathers, is_in
+from weft.engines.torch.probes.whole_unit import WholeUnits, gathers, is_in, same
 from weft.tensors.blocks import full_tensor
 from weft.tensors.dtensor import is_fsdp_unit, is_sharded
 from weft.tensors.messages import broadcast
@@ -34,7 +34,6 @@ from weft.tensors.nested import map_tensors, tensors
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _SOME = 64  # tokens: of a few, none might be over a capacity
-_LOW = (torch.bfloat16, torch.float16)
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Left = tuple[list[torch.Tensor], dict[str, torch.Tensor]]  # what a call leaves: values, and buffers
 
@@ -144,7 +143,6 @@ class SplitRows(ExpertUnits):
 
     def note_rows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The whole module is called, with so many rows."""
-        del module
         self._rows = next((len(t) for t in tensors((args, kwargs)) if t.ndim), 0)
 
     @override
@@ -158,7 +156,6 @@ class SplitRows(ExpertUnits):
         Yields:
             One pair after the other.
         """
-        del gradients
         unit, given = self.units[name], (args, dict(kwargs))
         is_nested = any(is_fsdp_unit(part) for part in unit.modules() if part is not unit)
         held = self._whole(name) if is_nested else dict(unit.named_parameters()) | self._experts(name)
@@ -166,11 +163,11 @@ class SplitRows(ExpertUnits):
         if not parts or any(isinstance(p, DTensor) for p in held.values()):
             return
         device_type = next(tensors(given)).device.type
-        is_low = torch.is_autocast_enabled(device_type) or any(t.dtype in _LOW for t in tensors((held, given)))
+        low = is_low(device_type, tensors((held, given)))
 
         def leaf(tensor: torch.Tensor) -> torch.Tensor:
             # In 16 bits, rounding could send a token to another expert.
-            wide = tensor.detach().float() if is_low and tensor.is_floating_point() else tensor.detach()
+            wide = tensor.detach().float() if low and tensor.is_floating_point() else tensor.detach()
             return wide.requires_grad_(tensor.requires_grad)
 
         held = {own: leaf(p) for own, p in held.items()}
@@ -185,14 +182,12 @@ class SplitRows(ExpertUnits):
                 left = [t for t in tensors(kept) if t.requires_grad and not t.is_leaf]
             return [*returned(output, numbers=False), *left], own
 
-        autocast = torch.autocast(device_type, enabled=False)
-        with self._undivided(name), torch.autograd.graph.saved_tensors_hooks(_same, _same), autocast:
-            try:
-                yield from _differences(run, parts, {n: leaf(b) for n, b in unit.named_buffers()}, sent)
-            except OTHERS:
-                raise
-            except OF_PARTS:
-                return
+        autocast, hooks = (
+            torch.autocast(device_type, enabled=False),
+            torch.autograd.graph.saved_tensors_hooks(same, same),
+        )
+        with self._undivided(name), hooks, autocast, parts_suppressed():
+            yield from _differences(run, parts, {n: leaf(b) for n, b in unit.named_buffers()}, sent)
 
     def _parts(self, given: _Call) -> list[_Call]:
         """The arguments for some rows, for as many others, and for both; of a single row, the other is made of it."""
@@ -230,7 +225,6 @@ class _Messages(torch_internals.dispatch_mode.base):  # type: ignore[name-define
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operation."""
-        del types
         self.any = self.any or func.namespace in self._namespaces
         return func(*args, **(kwargs or {}))
 
@@ -260,7 +254,3 @@ def _together(one: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> to
     if len(dims) == 1 and one.shape[dims[0]] + other.shape[dims[0]] == whole.shape[dims[0]]:
         return torch.cat([one.detach(), other.detach()], dims[0])
     return (one.detach() + other.detach()) / 2 if not dims and whole.requires_grad else None
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -69,7 +69,6 @@ class Route(NamedTuple):
 
     def send_back(self, tracked: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Send the gradients of rows back."""
-        del tracked
         return exchanged(self.back(), gradients)
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
