@@ -18,9 +18,8 @@ from weft.collectives import broadcast
 from weft.collectives.primitives import peers_named
 from weft.context import DistContext
 from weft.context.placement import check_place, check_ranks_send, place_module
-from weft.contract import EndsBackward, Layout, Phase, agree_on_parameters, offered, transform
+from weft.contract import EndsBackward, Phase, agree_on_parameters, offered, transform
 from weft.engines.options import PipelineOptions
-from weft.engines.results import Undoable
 from weft.engines.torch.pipeline.batch_parts import check_flags
 from weft.engines.torch.pipeline.schedules import check_schedule, owners, stages_per_rank
 from weft.engines.torch.pipeline.single_stage import WithLoss
@@ -162,7 +161,7 @@ def pipeline(
     calls = PipelinedModule(
         module, line.group, ctx.device, options, peers, guard, lambda value, rank: broadcast(value, line, source=rank)
     )
-    return module, ctx.offering(_Pipeline(tensors, calls))
+    return module, ctx.offering(tensors, calls)
 
 
 @contextlib.contextmanager
@@ -174,24 +173,6 @@ def _in_call(world: World, others: Sequence[EndsBackward]) -> Iterator[None]:
         stack.enter_context(peers_named("pipeline", world))
         stack.enter_context(world.between_pairs())
         yield
-
-
-class _Pipeline:
-    """What a pipeline offers: where parameters lie, and how it is taken back."""
-
-    def __init__(self, tensors: StageTensors, calls: Undoable) -> None:
-        self._tensors = tensors
-        self._calls = calls
-        self.schedule = getattr(calls, "schedule", None)  # of its probe, for `monitoring.probe_results`
-
-    def layout(self, name: str) -> Layout | None:
-        """The ranks that have a parameter."""
-        return self._tensors.layout(name)
-
-    def undo(self) -> None:
-        """Give every rank all layers again. Collectives: one broadcast per parameter, buffer and tensor of state."""
-        self._calls.undo()
-        self._tensors.bring_back()
 
 
 # -- what can be wrong -------------------------------------------------------------------------------

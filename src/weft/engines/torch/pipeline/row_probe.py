@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -177,6 +178,7 @@ def _names(stages: int) -> list[str]:
     return [*gradients, "the loss", "the loss with all layers on each rank"]
 
 
+@dataclass
 class _Run:
     """What came of some batches, one after the other.
 
@@ -187,11 +189,10 @@ class _Run:
         result: The loss of all of them, there.
     """
 
-    def __init__(self, here: Sequence[int]) -> None:
-        self.gradients: dict[int, list[torch.Tensor | None]] = {stage: [] for stage in here}
-        self.returned: list[Any] = []
-        self.losses: list[Loss] = []
-        self.result: Result | None = None
+    gradients: dict[int, list[torch.Tensor | None]]
+    returned: list[Any] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+    result: Result | None = None
 
 
 class _Runs:
@@ -218,7 +219,7 @@ class _Runs:
 
     def run(self, batches: Sequence[Inputs], *, together: bool) -> _Run:
         """All forwards, and then all backwards."""
-        run, ends = _Run(self._here), {}
+        run, ends = _Run({stage: [] for stage in self._here}), {}
         for number, batch in enumerate(batches):
             with self._modes(together=together):
                 self._renew_buffers()

@@ -7,8 +7,8 @@ a layer is also computed for some of its rows, for as many others, and for both 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from weft.engines.probes import Compared
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
 from weft.engines.torch.probes.compare import is_low, parts_suppressed, returned
-from weft.engines.torch.probes.no_trace import copied, no_trace
+from weft.engines.torch.probes.no_trace import copied, no_trace, switched_off
 from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.engines.torch.probes.same_draws import SameDraws
 from weft.engines.torch.probes.whole_unit import WholeUnits, gathers, is_in, same
@@ -115,16 +115,9 @@ class ExpertUnits(WholeUnits):
             nodes += [before for before, _ in node.next_functions if before is not None]
         return [leaf for at, leaf in found.items() if all(at != id(one) for one in known)]
 
-    @contextlib.contextmanager
-    def _undivided(self, name: str) -> Iterator[None]:
-        layers = [layer for own, layer in self._divided.items() if is_in(own, name)]
-        for layer in layers:
-            layer.off = True
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.off = False
+    @override
+    def _undivided(self, name: str) -> AbstractContextManager[None]:
+        return switched_off(layer for own, layer in self._divided.items() if is_in(own, name))
 
 
 def _full(name: str, own: str) -> str:
