@@ -21,7 +21,7 @@ _MADE = frozenset(
 )
 
 
-class Elsewhere(torch.Tensor):
+class RemoteOutput(torch.Tensor):
     """Such a tensor.
 
     Attributes:
@@ -31,16 +31,16 @@ class Elsewhere(torch.Tensor):
     any_shape: bool
 
     @staticmethod
-    def like(tensor: torch.Tensor, device: torch.device | None = None, *, any_shape: bool = False) -> Elsewhere:
+    def like(tensor: torch.Tensor, device: torch.device | None = None, *, any_shape: bool = False) -> RemoteOutput:
         """One of the same shape, dtype and device."""
-        made: Elsewhere = torch_internals.make_subclass(
-            Elsewhere, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
+        made: RemoteOutput = torch_internals.make_subclass(
+            RemoteOutput, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
         )
         made.any_shape = any_shape
         return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"Elsewhere({tuple(self.shape)}, {self.dtype})"
+        return f"RemoteOutput({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -80,6 +80,6 @@ class Elsewhere(torch.Tensor):
         return tree.tree_map(elsewhere, found)
 
 
-def has_elsewhere(value: Any) -> bool:
+def has_remote(value: Any) -> bool:
     """Whether a nested value holds such a tensor."""
-    return any(isinstance(one, Elsewhere) for one in tensors(value))
+    return any(isinstance(one, RemoteOutput) for one in tensors(value))

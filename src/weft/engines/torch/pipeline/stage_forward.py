@@ -2,7 +2,7 @@
 
 [Note: one forward for all stages] Every rank runs the forward that the user wrote, with its own inputs: all ranks of a
 pipeline have the same batch. Layers of this stage compute. The last layer of the stage before returns what was
-received from there. Other layers of earlier stages return a tensor without values (`Elsewhere`); when a layer of a
+received from there. Other layers of earlier stages return a tensor without values (`RemoteOutput`); when a layer of a
 later stage is called, the work of this stage is done, and forward is left. So what lies between the layers (masks,
 positions, rotary embeddings) needs no description, and an order of layers that is not that of the stages is found:
 a layer would be given a tensor without values.
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from weft.engines.torch.hooks.method_hooks import Removable, route_calls
-from weft.engines.torch.pipeline.remote_output import Elsewhere, has_elsewhere
+from weft.engines.torch.pipeline.remote_output import RemoteOutput, has_remote
 from weft.engines.torch.probes.no_trace import random_kept
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
@@ -101,7 +101,7 @@ class StageForward:
         if stage < len(self.stages) - 1 or (stage and not call.has_received):
             missing = self.stages[stage + 1][0] if not stage or call.has_received else self.stages[stage - 1][-1]
             self._raise_order(f"forward ended without a call of {missing}")
-        if has_elsewhere(output):
+        if has_remote(output):
             self._raise_order("the output of the module depends on a layer of an earlier stage", fix=_THROUGH)
         self._check_real(output)
         return output
@@ -142,7 +142,7 @@ class StageForward:
             raise _Left
         if number < call.stage:
             return self._of_earlier(call, number, name, is_last=is_last)
-        if has_elsewhere((args, kwargs)):
+        if has_remote((args, kwargs)):
             self._raise_order(f"{name} of stage {number} is given what another stage computes", fix=_THROUGH)
         self._check_real((args, kwargs))
         output = self._run(name, run, args, kwargs)
@@ -156,7 +156,7 @@ class StageForward:
         if call.is_done:
             self._raise_order(f"{name}, the last layer of stage {number}, is called twice")
         call.output, call.is_done = output, True
-        return map_tensors(Elsewhere.like, output)
+        return map_tensors(RemoteOutput.like, output)
 
     def _run(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.seeds:
@@ -166,7 +166,7 @@ class StageForward:
             return run(*args, **kwargs)
 
     def _note(self, name: str, output: Any) -> None:
-        self._given[name] = map_tensors(lambda tensor: Elsewhere.like(tensor, any_shape=True), output)
+        self._given[name] = map_tensors(lambda tensor: RemoteOutput.like(tensor, any_shape=True), output)
 
     def _of_earlier(self, call: _Call, number: int, name: str, *, is_last: bool) -> Any:
         if call.has_received:
@@ -176,7 +176,7 @@ class StageForward:
             return call.received
         after = call.stage == len(self.stages)  # all layers: of what is between them, the shapes are not known
         like = self._given.get(name, call.received) if after else call.received
-        return map_tensors(lambda tensor: Elsewhere.like(tensor, any_shape=after), like)
+        return map_tensors(lambda tensor: RemoteOutput.like(tensor, any_shape=after), like)
 
     def _check_real(self, value: Any) -> None:
         """Raise if a tensor is on meta, as what torch computes from one that is there."""

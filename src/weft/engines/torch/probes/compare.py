@@ -18,7 +18,7 @@ from weft.engines.torch_errors import is_communication_error
 from weft.errors import WeftError
 from weft.tensors.checksums import checksums
 from weft.tensors.dtensor import local
-from weft.tensors.messages import control_device
+from weft.tensors.messages import control_device, gathered
 from weft.tensors.nested import leaves, tensors
 
 LIMIT, LOW_LIMIT = 1e-5, 5e-2  # of relative differences; the second of numbers in 16 bits
@@ -100,9 +100,7 @@ def differing_ranks(value: Any, group: dist.ProcessGroup, device: torch.device) 
 
     Collectives: one all-gather of two numbers.
     """
-    mine = digest(value).to(control_device(group, device))
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
+    everyone = gathered(digest(value).to(control_device(group, device)), group)
     return [rank for rank, one in enumerate(everyone) if not torch.equal(one, everyone[0])]
 
 

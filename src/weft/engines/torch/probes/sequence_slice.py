@@ -25,6 +25,7 @@ from weft.engines.torch.probes.compare import (
 )
 from weft.engines.torch.probes.no_trace import no_trace
 from weft.engines.torch.probes.observed import Observed
+from weft.tensors.messages import gathered
 from weft.tensors.nested import leaves, map_leaves, map_tensors, tensors
 from weft.tensors.sequence_order import SequencePart, note_part, part_of, places
 
@@ -171,24 +172,22 @@ class SlicedSequences:
         def is_part(tensor: torch.Tensor) -> bool:
             return tensor.ndim > 1 and tensor.shape[1] == here
 
-        def gathered(tensor: torch.Tensor) -> torch.Tensor:
-            pieces = [torch.empty_like(tensor) for _ in range(n)]
-            dist.all_gather(pieces, tensor, group=self.group)
+        def whole_of(tensor: torch.Tensor) -> torch.Tensor:
             every = torch.cat([places(here * n, part._replace(rank=rank)) for rank in range(n)])
-            return torch.cat(pieces, 1)[:, every.argsort().to(tensor.device)]
+            return torch.cat(gathered(tensor, self.group), 1)[:, every.argsort().to(tensor.device)]
 
         chosen, start = torch.arange(rows), 0
         if (count, length) != (rows, here * n) and given:
             empty = given[0].new_zeros(rows, here, dtype=torch.float32)
             hidden = sum((_hidden(t) for t in given if t.shape == (rows, here)), empty)
             is_noted = any(part_of(t) is not None for t in given)  # else it has to begin with the first place
-            chosen, start = self._choose(gathered(hidden).cpu(), count, length, moves=is_noted)
+            chosen, start = self._choose(whole_of(hidden).cpu(), count, length, moves=is_noted)
 
         def joined(tensor: torch.Tensor) -> torch.Tensor:
             some = tensor.detach()
             if tensor.ndim and tensor.shape[0] == rows:
                 some = some[chosen.to(some.device)]
-            return gathered(some.contiguous())[:, start : start + length] if is_part(tensor) else some
+            return whole_of(some.contiguous())[:, start : start + length] if is_part(tensor) else some
 
         whole = map_tensors(joined, (args, kwargs))
 

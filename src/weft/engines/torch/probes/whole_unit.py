@@ -30,6 +30,7 @@ from weft.engines.torch.probes.part_uses import watched
 from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.tensors.blocks import full_tensor
 from weft.tensors.dtensor import is_fsdp_unit
+from weft.tensors.messages import gathered
 from weft.tensors.nested import map_tensors, tensors
 
 _ALONE = ("gather", "vocab", "sequence", "replicate")  # parts of these styles give what they give by themselves
@@ -449,9 +450,7 @@ class TensorUnits(WholeUnits):
         at = _first_float(given) if self._comes_split(name) else None
         if at is None or given[at] is not tensor or isinstance(tensor, DTensor):
             return full_tensor(tensor).clone()
-        parts = [torch.empty_like(tensor) for _ in range(self._mesh.size())]
-        dist.all_gather(parts, tensor.detach().contiguous(), group=self.group)
-        return torch.cat(parts, 1)
+        return torch.cat(gathered(tensor.detach().contiguous(), self.group), 1)
 
 
 def same(tensor: torch.Tensor) -> torch.Tensor:
