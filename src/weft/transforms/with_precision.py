@@ -22,6 +22,7 @@ from weft.engines.torch.amp.fp8_linear import is_convertible
 from weft.engines.torch.amp.stored_weights import StoredWeights
 from weft.errors import listed, value_error
 from weft.precision import LOW, PolicyName, Precision, PrecisionOffer, named_policy
+from weft.sharding.meta import is_meta
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -87,7 +88,7 @@ def _on_module(module: M, ctx: DistContext, precision: Precision, methods: tuple
     _check_scalable(module, precision)
     _check_one_scale(module, precision, ctx)
     _check_products(module, precision, ctx)
-    on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    on_meta = is_meta(module)
     if not on_meta:  # else whoever makes it real puts it in place
         check_place("with_precision", module, ctx)
     ctx.agree("with_precision", {"policy": repr(precision), "methods": list(methods)})

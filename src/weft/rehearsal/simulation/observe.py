@@ -36,10 +36,10 @@ class Observed:
         self._apart: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
 
     def begin(self, label: str) -> None:
-        """The next part of the program: "build", "step 1", ..."""
+        """The next part of the program: "build", "step 1", ..., "exchange"."""
         self.allocations.look_at_modules()
         self.allocations.begin(label)
-        self.traffic.begin()
+        self.traffic.begin(label)
 
     def look_at_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps: what it keeps, and whether `local_steps` follows its steps."""
@@ -50,9 +50,7 @@ class Observed:
     def exchange(self) -> None:
         """What ranks that step apart exchange now and then, also if the steps that were made did not come to it."""
         if self._apart:
-            self.allocations.look_at_modules()
-            self.allocations.begin("exchange")
-            self.traffic.begin_exchange()
+            self.begin("exchange")
         for each in self._apart:
             each.exchange()
 

@@ -46,25 +46,13 @@ _FORMAT = torch.Tensor.__format__
 _READING = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, _FORMAT)
 _FINITE: Mapping[Any, bool] = MappingProxyType(
     {
-        torch.isnan: False,
-        torch.Tensor.isnan: False,
-        torch.isinf: False,
-        torch.Tensor.isinf: False,
-        torch.isfinite: True,
-        torch.Tensor.isfinite: True,
+        getattr(owner, f"is{what}"): what == "finite"
+        for owner in (torch, torch.Tensor)
+        for what in ("nan", "inf", "finite")
     }
 )
-_SIZED = (
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "randint",
-    "new_empty",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "empty_strided",
+_SIZED = frozenset(
+    ("empty", "zeros", "ones", "full", "randint", "new_empty", "new_zeros", "new_ones", "new_full", "empty_strided")
 )
 _COUNTED = ("randperm", "arange")
 _CHOOSING = ("topk", "argmax", "argmin", "max", "min", "sort", "argsort")
