@@ -14,15 +14,7 @@ from torch.func import functional_call
 
 from weft.engines.probes import Compared, OnlyInParts
 from weft.engines.torch.parallel.sequence_exchange import Ranks
-from weft.engines.torch.probes.compare import (
-    LIMIT,
-    LOW_LIMIT,
-    OF_PARTS,
-    difference,
-    is_of_parts,
-    parts_suppressed,
-    returned,
-)
+from weft.engines.torch.probes.compare import LIMIT, LOW_LIMIT, OF_PARTS, OTHERS, difference, parts_suppressed, returned
 from weft.engines.torch.probes.no_trace import no_trace
 from weft.engines.torch.probes.observed import Observed
 from weft.tensors.messages import gathered
@@ -104,9 +96,9 @@ class SlicedSequences:
             counted = self._counted(name, whole) if is_loss and trains else []
             try:
                 found = self._returned(name, parts, whole=False)
+            except OTHERS:
+                raise
             except OF_PARTS as error:
-                if not is_of_parts(error):
-                    raise
                 raise OnlyInParts(str(error)) from error
         yield Compared("the number of outputs", torch.tensor(len(found)), torch.tensor(len(expected)))
         here = next((t for t in tensors(parts) if t.ndim > 1), None)

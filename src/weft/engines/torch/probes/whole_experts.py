@@ -175,10 +175,8 @@ class SplitRows(ExpertUnits):
                 left = [t for t in tensors(kept) if t.requires_grad and not t.is_leaf]
             return [*returned(output, numbers=False), *left], own
 
-        autocast, hooks = (
-            torch.autocast(device_type, enabled=False),
-            torch.autograd.graph.saved_tensors_hooks(same, same),
-        )
+        autocast = torch.autocast(device_type, enabled=False)
+        hooks = torch.autograd.graph.saved_tensors_hooks(same, same)
         with self._undivided(name), hooks, autocast, parts_suppressed():
             yield from _differences(run, parts, {n: leaf(b) for n, b in unit.named_buffers()}, sent)
 
