@@ -333,7 +333,7 @@ def test_sequences_split_along_an_axis_of_batches():
 
 def test_sequences_split_by_an_engine_that_does_not_know_it():
     ctx = replace(weft.testing.fake(0, 2, mesh={"data": 1, "context": 2}), engine=OneProcess())
-    with told("transforms/context_parallel.py", "does not know it") as it:
+    with told("transforms/context_parallel.py", "check_ranks_send") as it:
         weft.context_parallel(Block(), ctx)
     assert it.fix.startswith("leave context_parallel out; or ")
     model, _ = weft.recompute(Block(), weft.local(), blocks="attention")

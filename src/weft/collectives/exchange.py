@@ -7,7 +7,7 @@ gradients back to the ranks that the rows came from, where they are added up. No
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from weft.collectives.primitives import as_bytes, name_lost_peer, num_bytes, wait_for_collective
 from weft.context import World
+from weft.engines.torch.parallel.exchange import exchanged
 
 Counts = list[list[int]]  # of rows, by tensor and rank
 
@@ -46,67 +47,61 @@ class Routes(NamedTuple):
             self.device,
         )
 
+    def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Send the rows of all tensors in one message; gives the received rows of each, in rank order."""
+        whole = [tensor.detach().contiguous() for tensor in tensors]
+        pieces = [tensor.split(counts) for tensor, counts in zip(whole, self.sent, strict=True)]
+        size = self.world.size
+        rows = [num_bytes(list(tensor.shape[1:]), tensor.dtype) for tensor in whole]  # bytes of a row of each
+        sent = [sum(counts[r] * row for counts, row in zip(self.sent, rows, strict=True)) for r in range(size)]
+        received = [sum(counts[r] * row for counts, row in zip(self.received, rows, strict=True)) for r in range(size)]
+        parts = [as_bytes(each[rank]) for rank in range(size) for each in pieces] if len(whole) > 1 else []
+        packed = (torch.cat(parts) if parts else as_bytes(whole[0])).to(self.device)
+        arrived = packed.new_empty(sum(received))
+        with name_lost_peer(self.what, self.world):
+            work = dist.all_to_all_single(arrived, packed, received, sent, group=self.world.group, async_op=True)
+            wait_for_collective(work, self.world)
+        if len(whole) == 1:
+            return [_of_bytes(arrived, whole[0], sum(self.received[0]))]
+        lengths = [counts[rank] * row for rank in range(size) for counts, row in zip(self.received, rows, strict=True)]
+        found = arrived.split(lengths)
+        return [
+            _of_bytes(torch.cat(found[index :: len(whole)]), tensor, sum(self.received[index]))
+            for index, tensor in enumerate(whole)
+        ]
 
-def swap(routes: Routes, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Send the rows of tensors to where they belong; gives the received rows of each, in rank order.
-
-    A gradient flows back if a tensor requires one.
-    """
-    return list(_Swap.apply(routes, *tensors)) if tensors else []  # type: ignore[no-untyped-call]
+    def send_back(self, tracked: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Send the gradients of rows back."""
+        return exchanged(self.back(tracked), gradients)
 
 
 def add_up(routes: Routes, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As `swap`, but what came from the ranks, equally many rows each, is put into a first dimension of ranks."""
-    received = swap(routes, tensors)
+    """Send rows; what came from the ranks, equally many each, is put into a first dimension of ranks."""
+    received = exchanged(routes, tensors)
     return [t.view(routes.world.size, c[0], *t.shape[1:]) for t, c in zip(received, routes.received, strict=True)]
 
 
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, routes: Routes, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.routes = routes
-        return _mark_tracked(ctx, 1, _swapped(routes, tensors))
+class Gathered(NamedTuple):
+    """What an all-gather gave; on the way back each rank adds up what the others found for its rows.
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        back = _Swap.apply(ctx.routes.back(ctx.tracked), *(gradients[index] for index in ctx.tracked))  # type: ignore[no-untyped-call]
-        return None, *_gradients_for(ctx, back)
+    Attributes:
+        tensors: That were gathered, of all ranks.
+        shapes: Of this rank's.
+        routes: Of rows that every rank gets.
+    """
 
+    tensors: Sequence[torch.Tensor]
+    shapes: Sequence[torch.Size]
+    routes: Routes
 
-class Gathering(torch.autograd.Function):
-    """What an all-gather gave; backward adds up on each rank what the others found for its rows."""
+    def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """They have arrived."""
+        return self.tensors
 
-    @staticmethod
-    def forward(
-        ctx: Any, gathered: list[torch.Tensor], routes: Routes, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """`gathered` was made of `tensors`; `routes` are those of rows that every rank gets."""
-        ctx.routes, ctx.shapes = routes, [tensor.shape for tensor in tensors]
-        return _mark_tracked(ctx, 2, gathered)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def send_back(self, tracked: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Add up the gradients of this rank's rows."""
-        parts = add_up(ctx.routes.back(ctx.tracked), [gradients[index] for index in ctx.tracked])
-        shapes = [ctx.shapes[index] for index in ctx.tracked]
-        return (
-            None,
-            None,
-            *_gradients_for(ctx, [part.sum(0).view(shape) for part, shape in zip(parts, shapes, strict=True)]),
-        )
-
-
-def _mark_tracked(ctx: Any, others: int, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Note which tensors, the arguments after so many others, are tracked; the outputs of the rest are constants."""
-    ctx.tracked = [index for index, needed in enumerate(ctx.needs_input_grad[others:]) if needed]
-    ctx.mark_non_differentiable(*(one for index, one in enumerate(outputs) if index not in ctx.tracked))
-    return tuple(outputs)
-
-
-def _gradients_for(ctx: Any, gradients: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Gradients of the tracked tensors, and None for the others."""
-    found = dict(zip(ctx.tracked, gradients, strict=True))
-    return [found.get(index) for index in range(len(ctx.routes.sent))]
+        parts = add_up(self.routes.back(tracked), gradients)
+        return [part.sum(0).view(self.shapes[index]) for index, part in zip(tracked, parts, strict=True)]
 
 
 class Summing(torch.autograd.Function):
@@ -124,29 +119,6 @@ class Summing(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Sum the gradients."""
         return None, *Summing.apply(ctx.run, *gradients)  # type: ignore[no-untyped-call]
-
-
-def _swapped(routes: Routes, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    whole = [tensor.detach().contiguous() for tensor in tensors]
-    pieces = [tensor.split(counts) for tensor, counts in zip(whole, routes.sent, strict=True)]
-    size = routes.world.size
-    rows = [num_bytes(list(tensor.shape[1:]), tensor.dtype) for tensor in whole]  # bytes of a row of each
-    sent = [sum(counts[r] * row for counts, row in zip(routes.sent, rows, strict=True)) for r in range(size)]
-    received = [sum(counts[r] * row for counts, row in zip(routes.received, rows, strict=True)) for r in range(size)]
-    parts = [as_bytes(each[rank]) for rank in range(size) for each in pieces] if len(whole) > 1 else []
-    packed = (torch.cat(parts) if parts else as_bytes(whole[0])).to(routes.device)
-    arrived = packed.new_empty(sum(received))
-    with name_lost_peer(routes.what, routes.world):
-        work = dist.all_to_all_single(arrived, packed, received, sent, group=routes.world.group, async_op=True)
-        wait_for_collective(work, routes.world)
-    if len(whole) == 1:
-        return [_of_bytes(arrived, whole[0], sum(routes.received[0]))]
-    lengths = [counts[rank] * row for rank in range(size) for counts, row in zip(routes.received, rows, strict=True)]
-    found = arrived.split(lengths)
-    return [
-        _of_bytes(torch.cat(found[index :: len(whole)]), tensor, sum(routes.received[index]))
-        for index, tensor in enumerate(whole)
-    ]
 
 
 def _of_bytes(data: torch.Tensor, like: torch.Tensor, rows: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from weft.collectives.exchange import Counts, Routes, add_up, swap
+from weft.collectives.exchange import Counts, Routes, add_up
 from weft.collectives.primitives import (
     HEADER_WORDS,
     all_gather_words,
@@ -21,6 +21,7 @@ from weft.collectives.primitives import (
 )
 from weft.collectives.tensors import ReduceOp, check_op, mean_dtype
 from weft.context import DistContext, World
+from weft.engines.torch.parallel.exchange import exchanged
 from weft.errors import listed, value_error
 from weft.peers.agreement import compare_values
 from weft.tensors.nested import leaves
@@ -69,7 +70,7 @@ def all_to_all(value: T, ctx: DistContext, *, splits: Sequence[int] | None = Non
     )
     with name_lost_peer("all_to_all", world):
         received = _exchange_counts(counts, described + tracked, world, ctx)
-    return rebuilt(value, swap(Routes("all_to_all", world, counts, received, ctx.device), found))
+    return rebuilt(value, exchanged(Routes("all_to_all", world, counts, received, ctx.device), found))
 
 
 def reduce_scatter(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from weft.checks import check_choice
-from weft.collectives.exchange import Gathering, Routes, Summing
+from weft.collectives.exchange import Gathered, Routes, Summing
 from weft.collectives.objects import gather_packed
 from weft.collectives.primitives import (
     enter_collective,
@@ -21,6 +21,7 @@ from weft.collectives.primitives import (
     wait_for_collective,
 )
 from weft.context import DistContext, World
+from weft.engines.torch.parallel.exchange import exchanged
 from weft.errors import ContextError, type_error, value_error
 from weft.peers.agreement import compare
 from weft.tensors.nested import leaves, map_tensors
@@ -166,7 +167,7 @@ def gather(value: T, ctx: DistContext, *, grad: bool = False) -> T:
         return rebuilt(value, joined)
     rows = [[len(piece) for piece in pieces] for pieces in parts]
     routes = Routes("gather", world, [[each[ctx.rank]] * ctx.world_size for each in rows], rows, ctx.device)
-    return rebuilt(value, Gathering.apply(joined, routes, *found))  # type: ignore[no-untyped-call]
+    return rebuilt(value, exchanged(Gathered(joined, [tensor.shape for tensor in found], routes), found))
 
 
 def _of_all(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +57,19 @@ class Peers(Protocol):
         Raises:
             ContextError: They differ; the text names both values.
         """
+
+
+def differing(peers: Peers, what: str, numbers: Mapping[str, int | None]) -> list[str]:
+    """The names of numbers, such as checksums, that differ between the ranks; a meeting, and one more to find them.
+
+    Raises:
+        ContextError: The ranks came for different things.
+        PeerError: A rank failed, died, or waits elsewhere.
+    """
+    if len(set(peers.meet(what, hashlib.sha256(repr(numbers).encode()).hexdigest()))) == 1:
+        return []
+    everyone = peers.meet(f"{what}, which differ", numbers)
+    return [name for name in dict.fromkeys(chain(*everyone)) if len({one.get(name) for one in everyone}) > 1]
 
 
 class Replicas(Protocol):

@@ -28,8 +28,7 @@ from weft.rehearsal.simulation.numbers import Numbers
 from weft.rehearsal.simulation.observe import ProgramObserver, observing
 from weft.rehearsal.simulation.pretended_tensors import Assumed, Simulation, without_memory
 from weft.rehearsal.simulation.pretended_world import pretended_world
-from weft.rehearsal.simulation.saving import saves_counted
-from weft.rehearsal.simulation.shortcuts import fewer_fsdp_chunks
+from weft.rehearsal.simulation.shortcuts import fewer_fsdp_chunks, saves_counted
 
 R = TypeVar("R")
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (

@@ -8,6 +8,7 @@ import runpy
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ def _too_few(script: str | Path, steps: int, found: str) -> ContextError:
     )
 
 
+@dataclass
 class _Made:
     """What a script has done so far.
 
@@ -114,10 +116,9 @@ class _Made:
         calls: With gradients, of the module that was called first in that one.
     """
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self.is_open = False
-        self.calls = 0
+    steps: int = 0
+    is_open: bool = False
+    calls: int = 0
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ class StageTensors:
             if name in {layer for stage in self._plan.stages for layer in stage}:  # a parameter of no layer
                 self._keep_loose(module, name, parameter, made)
 
-    def bring_back(self) -> None:
+    def undo(self) -> None:
         """Give every rank all parameters and buffers, and the state of optimizers for them. Collectives: broadcasts."""
         module = self._module()
         assert module is not None

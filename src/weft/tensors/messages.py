@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,28 @@ def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source:
     """Give tensors the values that they have on one rank of the group."""
     sent = [as_sent(tensor.detach()) for tensor in tensors]
     torch_internals.broadcast_coalesced(group, sent, 250 * 2**20, source)
+
+
+def add_up(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, *, mean: bool = False) -> None:
+    """Give tensors their sum or mean over the ranks of the group, in place. Collectives: one all-reduce per dtype."""
+    together: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        together.setdefault(real.dtype, []).append(real)
+    for alike in together.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        dist.all_reduce(flat, group=group)
+        if mean:
+            flat /= dist.get_world_size(group)
+        for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """What each rank of the group has, of one shape. Collectives: one all-gather."""
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, tensor, group=group)
+    return everyone
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,7 @@ Arguments and what the code of the model says are looked at here; attention is t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
@@ -15,13 +14,14 @@ from torch import nn
 
 from weft.checks import check_choice, check_module
 from weft.context import DistContext
+from weft.context.placement import check_ranks_send
 from weft.contract import Part, Phase, transform
-from weft.engines import Spmd
 from weft.engines.torch.compute.activation_checkpoint import already_recomputed
 from weft.engines.torch.parallel.sequence_code import attention_modules
 from weft.engines.torch.parallel.sequence_exchange import SequenceRanks, find_collectives
 from weft.engines.torch.parallel.sequence_inputs import SplitInputs
 from weft.engines.torch.parallel.split_attention import SplitAttention
+from weft.engines.torch.probes.no_trace import switched_off
 from weft.engines.torch.probes.sequence_slice import SlicedSequences
 from weft.errors import ContextError, ContractError, OrderError, listed
 from weft.loop_watch import PartsWatch
@@ -90,6 +90,7 @@ def context_parallel(
             `ProbeFailed`: something else depends on several places, as positions that the model numbers itself. In
             the first step of an optimizer: no strategy averages gradients over `axis`.
         ContextError: There is no such axis, it is a data axis, or the ranks pass different models or options.
+        ValueError: An option is unknown, or one process drives several devices.
         PeerError: Another rank failed.
 
     Example:
@@ -118,20 +119,8 @@ def context_parallel(
     ranks = SequenceRanks(line.group, number, line.rank, order, find_collectives())
     inputs = SplitInputs(module, SequencePart(order, number, line.rank))
     split = SplitAttention(attention, ranks, method)
-    probe = SlicedSequences(module, ranks, partial(_undivided, inputs, split))
+    probe = SlicedSequences(module, ranks, partial(switched_off, (inputs, split)))
     return module, ctx.offering(InParts((axis,)), inputs, split, probe, PartsWatch(module, line.group))
-
-
-@contextlib.contextmanager
-def _undivided(*parts: SplitInputs | SplitAttention) -> Iterator[None]:
-    """Let the module be called as in one process."""
-    for part in parts:
-        part.off = True
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.off = False
 
 
 def _check_axis(ctx: DistContext, axis: str, number: int) -> None:
@@ -142,13 +131,8 @@ def _check_axis(ctx: DistContext, axis: str, number: int) -> None:
             expected="an axis along which all ranks read the same batches, and split them",
             fix='ctx = weft.start(mesh={"data": -1, "context": 2}); model, ctx = weft.context_parallel(model, ctx)',
         )
-    if isinstance(ctx.engine, Spmd):
-        raise ContextError(
-            f"context_parallel: engine {ctx.engine.name!r} does not know it",
-            found=f"engine {ctx.engine.name!r}, of which one process drives several devices",
-            expected="the torch engine",
-            fix='leave context_parallel out; or weft.start(device="cuda") on GPUs',
-        )
+    fix = 'leave context_parallel out; or weft.start(device="cuda") on GPUs'
+    check_ranks_send("context_parallel", ctx, "the torch engine", fix=fix)
 
 
 def _check_attention(module: nn.Module, attention: Mapping[str, nn.Module]) -> None:

@@ -6,13 +6,12 @@ Arguments, the choice of experts and the agreement of the ranks are here; dividi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeVar
 
 import torch
 from torch import nn
 
-from weft import torch_internals
 from weft.checks import check_module
 from weft.context import DistContext
 from weft.context.placement import place_module
@@ -21,7 +20,7 @@ from weft.contract.select_modules import Selection
 from weft.engines.torch.parallel.experts.local_losses import check_local_losses
 from weft.errors import ContextError, value_error
 from weft.sharding import check_optimizers, exchange_parameters, groups_of, optimizers_in
-from weft.sharding.find_experts import Experts, find_experts
+from weft.sharding.find_experts import find_experts
 from weft.sharding.meta import is_meta, place_real
 from weft.sharding.stage_tensors import bring_state
 
@@ -118,14 +117,13 @@ def expert_parallel(
         place_real(module, ctx)
     else:
         place_module("expert_parallel", module, ctx)
-    placement = _ExpertOwners(module, ctx, axis, found)
     assert ctx.mesh is not None
     old = dict(module.named_parameters())
     from weft.engines.torch.parallel.experts.divided import DividedExperts  # noqa: PLC0415  (half a second of imports)
 
     divided = DividedExperts(module, found.packed, list(found.lists), ctx.mesh[axis])
     exchange_parameters(module, ctx, old, optimizers)
-    return module, ctx.offering(divided, placement, *divided.probes)
+    return module, ctx.offering(divided, _ExpertOwners(module, ctx, axis, divided.owners), *divided.probes)
 
 
 def _check_axis(ctx: DistContext, axis: str) -> None:
@@ -155,32 +153,25 @@ def _check_meta(module: nn.Module, weights: object) -> None:
 class _ExpertOwners:
     """Where the experts lie; fulfils `weft.contract.Placed`."""
 
-    def __init__(self, module: nn.Module, ctx: DistContext, axis: str, experts: Experts) -> None:
+    def __init__(self, module: nn.Module, ctx: DistContext, axis: str, owners: Mapping[str, int | None]) -> None:
         self._module = weakref.ref(module)
         self._ctx = ctx
         self._axis = axis
-        self._packed = {
-            f"{name}.{own}" for name, part in experts.packed.items() for own in torch_internals.PARAMETERS.of(part)
-        }
-        self._owners: dict[str, int] = {}
-        for name, part in experts.lists.items():
-            held = len(part) // ctx.axis_size(axis)
-            for number, expert in enumerate(part):
-                for own, _ in expert.named_parameters():
-                    self._owners[f"{name}.{number}.{own}"] = number // held
+        self._owners = owners
 
     def undo(self) -> None:
         """Give every rank the optimizer's state of all single experts; their values are `DividedExperts`'s to bring."""
         module = self._module()
-        if module is not None and self._owners:
+        if module is not None and any(owner is not None for owner in self._owners.values()):
             bring_state(module, self._owners.get, self._ctx.on(self._axis))
 
     def layout(self, name: str) -> Layout | None:
         """The layout of a parameter of an expert: its gradient is complete along the axis."""
         module = self._module()
-        if module is None or (name not in self._packed and name not in self._owners):
+        if module is None or name not in self._owners:
             return None
         others = tuple(one for one in gradient_axes(module, self._ctx) if one != self._axis)
-        if name in self._packed:
+        owner = self._owners[name]
+        if owner is None:
             return Layout(cut=(self._axis,), reduce_over=others)
-        return Layout(owner=((self._axis, self._owners[name]),), reduce_over=others)
+        return Layout(owner=((self._axis, owner),), reduce_over=others)

@@ -18,9 +18,8 @@ from weft.collectives import broadcast
 from weft.collectives.primitives import name_lost_peer
 from weft.context import DistContext
 from weft.context.placement import check_place, check_ranks_send, place_module
-from weft.contract import EndsBackward, Layout, Phase, agree_on_parameters, offered, transform
+from weft.contract import EndsBackward, Phase, agree_on_parameters, offered, transform
 from weft.engines.options import PipelineOptions
-from weft.engines.results import Undoable
 from weft.engines.torch.pipeline.batch_parts import check_flags
 from weft.engines.torch.pipeline.schedules import check_schedule, owners, stages_per_rank
 from weft.engines.torch.pipeline.single_stage import SingleStage
@@ -159,14 +158,10 @@ def pipeline(
     from weft.engines.torch.pipeline.pipelined import PipelinedModule  # noqa: PLC0415  (half a second of imports in torch)
 
     peers, guard = Ledger(line.world, "pipeline"), partial(_in_call, line.world, offered(module, EndsBackward))
-    share = partial(_from, line)
-    calls = PipelinedModule(module, line.group, ctx.device, options, peers, guard, share)
-    return module, ctx.offering(_Pipeline(tensors, calls))
-
-
-def _from(line: DistContext, value: Any, rank: int) -> Any:
-    """The value of one rank of a pipeline."""
-    return broadcast(value, line, source=rank)
+    calls = PipelinedModule(
+        module, line.group, ctx.device, options, peers, guard, lambda value, rank: broadcast(value, line, source=rank)
+    )
+    return module, ctx.offering(tensors, calls)
 
 
 @contextlib.contextmanager
@@ -178,24 +173,6 @@ def _in_call(world: World, others: Sequence[EndsBackward]) -> Iterator[None]:
         stack.enter_context(name_lost_peer("pipeline", world))
         stack.enter_context(world.between_pairs())
         yield
-
-
-class _Pipeline:
-    """What a pipeline offers: where parameters lie, and how it is taken back."""
-
-    def __init__(self, tensors: StageTensors, calls: Undoable) -> None:
-        self._tensors = tensors
-        self._calls = calls
-        self.schedule = getattr(calls, "schedule", None)  # of its probe, for `monitoring.probe_results`
-
-    def layout(self, name: str) -> Layout | None:
-        """The ranks that have a parameter."""
-        return self._tensors.layout(name)
-
-    def undo(self) -> None:
-        """Give every rank all layers again. Collectives: one broadcast per parameter, buffer and tensor of state."""
-        self._calls.undo()
-        self._tensors.bring_back()
 
 
 # -- what can be wrong -------------------------------------------------------------------------------

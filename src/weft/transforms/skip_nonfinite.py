@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
 
+from weft.checks import check_optimizer
 from weft.context import DistContext
-from weft.contract import Part, Phase, offered, transform
+from weft.contract import Part, Phase, applied_to, offered, transform
 from weft.engines.torch.steps.skip import SkippingStep
-from weft.errors import ContractError, OrderError, listed, type_error, value_error
+from weft.errors import ContractError, OrderError, listed, value_error
 from weft.precision import PrecisionOffer
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
-
-
-class _SkipOffer:
-    def __init__(self, skipping: Any) -> None:
-        self.skipping = skipping
-
-    def undo(self) -> None:
-        """Let the optimizer step whatever the gradients are."""
-        if self.skipping is not None:
-            self.skipping.undo()
-
-    def release(self) -> None:
-        if self.skipping is not None:
-            self.skipping.release()
 
 
 @transform(phase=Phase.PREPARE, changes=Part.STEP, collective=True)
@@ -62,13 +49,7 @@ def skip_nonfinite(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
         >>> model, ctx = weft.with_precision(nn.Linear(2, 2), weft.local(), "fp16")
         >>> optimizer, ctx = weft.skip_nonfinite(torch.optim.SGD(model.parameters()), ctx)
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise type_error(
-            "skip_nonfinite: this is not an optimizer",
-            found=type(optimizer).__name__,
-            expected="a torch.optim.Optimizer",
-            fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
-        )
+    check_optimizer("skip_nonfinite", optimizer)
     modules = [ref() for record in ctx.applied if record.name == "with_precision" for ref in record.refs]
     pairs = [(module, offer) for module in modules for offer in offered(module, PrecisionOffer)]
     wanted = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
@@ -91,9 +72,9 @@ def skip_nonfinite(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
         )
     ctx.agree("skip_nonfinite", {"optimizer": type(optimizer).__name__, "fp16 modules": len(scales)})
     if not scales:
-        return optimizer, ctx.offering(_SkipOffer(None))
+        return optimizer, ctx
     group = ctx.require_collective("skip_nonfinite").group if ctx.world_size > 1 else None
-    return optimizer, ctx.offering(_SkipOffer(SkippingStep(optimizer, scales, group)))
+    return optimizer, ctx.offering(SkippingStep(optimizer, scales, group))
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
@@ -117,12 +98,11 @@ def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
         >>> weft.was_skipped(optimizer)
         False
     """
-    offers = offered(optimizer, _SkipOffer)
-    if not offers:
+    if not any(record.name == "skip_nonfinite" for record in applied_to(optimizer)):
         raise ContractError(
             "was_skipped: this optimizer never skips a step",
             found=type(optimizer).__name__,
             expected="an optimizer that skip_nonfinite was applied to",
             fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
         )
-    return bool(offers[-1].skipping is not None and offers[-1].skipping.skipped)
+    return any(offer.skipped for offer in offered(optimizer, SkippingStep))

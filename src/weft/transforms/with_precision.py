@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from weft.checks import check_module
 from weft.context import DistContext
 from weft.context.placement import check_place, place_module
 from weft.contract import Part, Phase, check_methods, offered, transform
@@ -19,8 +20,9 @@ from weft.engines.options import CastOptions
 from weft.engines.torch.amp.autocast import PreciseModule
 from weft.engines.torch.amp.fp8_linear import is_convertible
 from weft.engines.torch.amp.stored_weights import StoredWeights
-from weft.errors import listed, type_error, value_error
+from weft.errors import listed, value_error
 from weft.precision import LOW, PolicyName, Precision, PrecisionOffer, named_policy
+from weft.sharding.meta import is_meta
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -71,16 +73,10 @@ def with_precision(
         >>> model(torch.ones(1, 2)).dtype, model.weight.dtype
         (torch.float32, torch.float32)
     """
-    if not isinstance(module, nn.Module):
-        is_optimizer = isinstance(module, torch.optim.Optimizer)
-        raise type_error(
-            "with_precision: this is not a module",
-            found=type(module).__name__,
-            expected="a torch.nn.Module",
-            fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)"
-            if is_optimizer
-            else 'model, ctx = weft.with_precision(model, ctx, "bf16")',
-        )
+    instead = 'model, ctx = weft.with_precision(model, ctx, "bf16")'
+    if isinstance(module, torch.optim.Optimizer):
+        instead = "optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)"
+    check_module("with_precision", module, fix=instead)
     return _on_module(module, ctx, named_policy(policy), tuple(methods))
 
 
@@ -92,7 +88,7 @@ def _on_module(module: M, ctx: DistContext, precision: Precision, methods: tuple
     _check_scalable(module, precision)
     _check_one_scale(module, precision, ctx)
     _check_products(module, precision, ctx)
-    on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    on_meta = is_meta(module)
     if not on_meta:  # else it is put in place when it is made real
         check_place("with_precision", module, ctx)
     ctx.agree("with_precision", {"policy": repr(precision), "methods": list(methods)})

@@ -9,6 +9,6 @@ settled.py            messages of a real run that are over when they are made
 allocations.py        live bytes by kind and line, and their peak
 messages.py           collectives by kind and axis
 lines.py              the line of the user's program that is running
-saving.py             `torch.save` without a file
-shortcuts.py          what torch does once per rank and need not
+shortcuts.py          what torch does and a simulation need not
+replaced.py           functions of torch and Python, replaced for a while
 """

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from weft import torch_internals
+from weft.rehearsal.simulation.replaced import replaced
 
 _HERE = torch.device("cpu")
 _MOVES = (torch.Tensor.cuda, torch.Tensor.xpu)
@@ -41,22 +42,18 @@ def placed_alike(
 @contextlib.contextmanager
 def autocast_alike() -> Iterator[None]:
     """Let autocast and gradient scalers for any device be those for the CPU."""
-    autocast, scaler = _on_cpu(torch.autocast, "device_type"), _on_cpu(torch.amp.GradScaler, "device")
-    with autocast, scaler:
+    with (
+        replaced(torch.autocast, __init__=_on_cpu(torch.autocast.__init__, "device_type")),
+        replaced(torch.amp.GradScaler, __init__=_on_cpu(torch.amp.GradScaler.__init__, "device")),
+    ):
         yield
 
 
-@contextlib.contextmanager
-def _on_cpu(owner: Any, name: str) -> Iterator[None]:
-    """Let objects of a class be made for the CPU, the argument `name`, whatever they were meant for."""
-    before = owner.__init__
+def _on_cpu(before: Callable[..., None], name: str) -> Callable[..., None]:
+    """Make an object for the CPU, the first argument or `name`, whatever it was meant for."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         kwargs.pop(name, None)
         before(self, "cpu", *args[1:], **kwargs)
 
-    owner.__init__ = init
-    try:
-        yield
-    finally:
-        owner.__init__ = before
+    return init

@@ -37,21 +37,7 @@ _REAL = MappingProxyType(
         "barrier": ("barrier", 0),
     }
 )
-_FUNCTIONAL = MappingProxyType(
-    {
-        "all_reduce": "all_reduce",
-        "all_reduce_": "all_reduce",
-        "all_reduce_coalesced": "all_reduce",
-        "all_gather_into_tensor": "all_gather",
-        "all_gather_into_tensor_out": "all_gather",
-        "all_gather_into_tensor_coalesced": "all_gather",
-        "reduce_scatter_tensor": "reduce_scatter",
-        "reduce_scatter_tensor_coalesced": "reduce_scatter",
-        "all_to_all_single": "all_to_all",
-        "broadcast": "broadcast",
-        "broadcast_": "broadcast",
-    }
-)
+_FUNCTIONAL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")  # how names of these begin
 
 
 @functools.cache
@@ -63,7 +49,7 @@ def _real() -> dict[str, tuple[str, int]]:
 
 @functools.cache
 def functional_spaces() -> tuple[str, ...]:
-    """Where the operations of `_FUNCTIONAL` are."""
+    """Where the functional operations are."""
     return tuple(each.found.default.namespace for each in torch_internals.FUNCTIONAL_MESSAGES)
 
 
@@ -77,13 +63,12 @@ class Traffic:
         self._stepped = 0
         self._exchange: int | None = None  # its first message
 
-    def begin(self) -> None:
-        """From here on a step."""
-        self._steps.append(len(self._found))
-
-    def begin_exchange(self) -> None:
-        """From here on what ranks exchange that step apart."""
-        self._exchange = len(self._found)
+    def begin(self, label: str) -> None:
+        """The next part of the program; "exchange": of what ranks exchange that step apart."""
+        if label == "exchange":
+            self._exchange = len(self._found)
+        else:
+            self._steps.append(len(self._found))
 
     def stepped(self) -> None:
         """Here the optimizer has stepped."""
@@ -120,13 +105,14 @@ class Traffic:
                 with contextlib.suppress(RuntimeError, ValueError):  # an operation that is reduced by, not a group
                     self.note(kind, dist.ProcessGroup.unbox(each), _bytes(args[place]))
                     break
-        elif func.namespace in functional_spaces() and name in _FUNCTIONAL:
+        elif func.namespace in functional_spaces() and name.startswith(_FUNCTIONAL):
+            kind = next(each for each in _FUNCTIONAL if name.startswith(each))
             group = next(each for each in reversed(args) if isinstance(each, str))
             whole = _bytes(args[0])
             resolved = torch_internals.find_group(group)
-            if _FUNCTIONAL[name] == "all_gather":
+            if kind == "all_gather":
                 whole *= resolved.size()
-            self.note(_FUNCTIONAL[name], resolved, whole)
+            self.note(kind, resolved, whole)
 
     def setup(self, axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
         """Those before the last step."""

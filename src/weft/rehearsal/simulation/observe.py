@@ -17,6 +17,7 @@ from weft import torch_internals
 from weft.engines.torch.steps.local import LocalSteps
 from weft.rehearsal.simulation.allocations import Allocations
 from weft.rehearsal.simulation.messages import Traffic, functional_spaces
+from weft.rehearsal.simulation.replaced import replaced
 
 Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
@@ -35,10 +36,10 @@ class ProgramObserver:
         self._apart: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
 
     def begin(self, label: str) -> None:
-        """The next part of the program: "build", "step 1", ..."""
+        """The next part of the program: "build", "step 1", ..., "exchange"."""
         self.allocations.look_at_modules()
         self.allocations.begin(label)
-        self.traffic.begin()
+        self.traffic.begin(label)
 
     def look_at_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps: what it keeps, and whether `local_steps` follows its steps."""
@@ -49,9 +50,7 @@ class ProgramObserver:
     def exchange(self) -> None:
         """What ranks that step apart exchange now and then, also if the steps that were made did not come to it."""
         if self._apart:
-            self.allocations.look_at_modules()
-            self.allocations.begin("exchange")
-            self.traffic.begin_exchange()
+            self.begin("exchange")
         for each in self._apart:
             each.exchange()
 
@@ -115,18 +114,14 @@ def _shapes_unseen() -> Iterator[None]:
         with torch_internals.without_modes():
             return before(self, schema)
 
-    setattr(propagator, name, propagate)
-    try:
+    with replaced(propagator, **{name: propagate}):
         yield
-    finally:
-        setattr(propagator, name, before)
 
 
 @contextlib.contextmanager
 def _imports_unseen() -> Iterator[None]:
     """Let modules that are imported meanwhile have tensors as ever: they stay when this is over."""
-    loader: Any = SourceFileLoader
-    execute = loader.exec_module  # of a base class
+    execute: Any = SourceFileLoader.exec_module  # of a base class
 
     def exec_module(self: Any, module: Any) -> None:
         with torch_internals.without_modes():
@@ -134,25 +129,17 @@ def _imports_unseen() -> Iterator[None]:
 
     with torch_internals.without_modes():
         pass  # it imports modules itself
-    loader.exec_module = exec_module
-    try:
+    with replaced(SourceFileLoader, exec_module=exec_module):
         yield
-    finally:
-        del loader.exec_module
 
 
 @contextlib.contextmanager
 def _workers_unseen() -> Iterator[None]:
     """Let workers of loaders, which are copies of this process, make tensors as ever, and this one receive them."""
-    places = torch_internals.worker_loop.home, torch_internals.try_get.home
-    before = [(owner, name, getattr(owner, name)) for owner, name in places]
-    for owner, name, function in before:
-        setattr(owner, name, _unseen(function))
-    try:
+    with contextlib.ExitStack() as stack:
+        for owner, name in (torch_internals.worker_loop.home, torch_internals.try_get.home):
+            stack.enter_context(replaced(owner, **{name: _unseen(getattr(owner, name))}))
         yield
-    finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,17 +175,16 @@ def observing(found: ProgramObserver, call: Call = lambda func, args, kwargs: fu
         found.look_at_optimizer(optimizer)
 
     handles = [register_optimizer_step_pre_hook(look), register_optimizer_step_post_hook(look)]
-    storage: Any = torch.UntypedStorage
-    resize, was_own = storage.resize_, "resize_" in vars(storage)
+    resize: Any = torch.UntypedStorage.resize_
 
     def resize_(self: Any, size: int) -> Any:
         result = resize(self, size)
         found.allocations.resized(self)
         return result
 
-    storage.resize_ = resize_
     try:
         with (
+            replaced(torch.UntypedStorage, resize_=resize_),
             _nothing_freed_by_chance(),
             _imports_unseen(),
             _workers_unseen(),
@@ -207,9 +193,5 @@ def observing(found: ProgramObserver, call: Call = lambda func, args, kwargs: fu
         ):
             yield
     finally:
-        if was_own:
-            storage.resize_ = resize
-        else:
-            del storage.resize_
         for handle in handles:
             handle.remove()

@@ -38,6 +38,7 @@ from weft.errors import ContextError
 from weft.rehearsal.simulation.devices import autocast_alike, placed_alike, with_device_alike
 from weft.rehearsal.simulation.lines import code_position
 from weft.rehearsal.simulation.numbers import Numbers
+from weft.rehearsal.simulation.replaced import replaced
 
 _MOST = 2**22  # elements of a tensor that has values
 _IN_ORDER = "what weft checks is in order: gradients are finite"
@@ -45,25 +46,13 @@ _FORMAT = torch.Tensor.__format__
 _READING = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, _FORMAT)
 _FINITE: Mapping[Any, bool] = MappingProxyType(
     {
-        torch.isnan: False,
-        torch.Tensor.isnan: False,
-        torch.isinf: False,
-        torch.Tensor.isinf: False,
-        torch.isfinite: True,
-        torch.Tensor.isfinite: True,
+        getattr(owner, f"is{what}"): what == "finite"
+        for owner in (torch, torch.Tensor)
+        for what in ("nan", "inf", "finite")
     }
 )
-_SIZED = (
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "randint",
-    "new_empty",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "empty_strided",
+_SIZED = frozenset(
+    ("empty", "zeros", "ones", "full", "randint", "new_empty", "new_zeros", "new_ones", "new_full", "empty_strided")
 )
 _COUNTED = ("randperm", "arange")
 _CHOOSING = ("topk", "argmax", "argmin", "max", "min", "sort", "argsort")
@@ -357,11 +346,7 @@ def without_memory(assume: Assumed, numbers: Numbers) -> Iterator[Simulation]:
             memo[parameter] = found
         return memo[parameter]
 
-    fake_class: Any = torch_internals.fake_tensor.found
-    fake_class.data_ptr, fake_class.__deepcopy__, fake_class.__reduce_ex__ = _address, _copied, _pickled
     reads = _Reads(fake, simulation, numbers)
-    to_list, fake_class.tolist = fake_class.tolist, lambda each: reads.filled(each).tolist()
-    mode: Any = torch_internals.fake_mode.found
     converter: Any = fake.fake_tensor_converter.meta_converter
     swap: Any = torch.utils.swap_tensors
 
@@ -370,18 +355,21 @@ def without_memory(assume: Assumed, numbers: Numbers) -> Iterator[Simulation]:
         converter.tensor_memo.clear()
         swap(one, other)
 
-    torch.utils.swap_tensors = swap_tensors
-    cache, mode.cache = mode.cache, {}
+    methods = {"data_ptr": _address, "__deepcopy__": _copied, "__reduce_ex__": _pickled}
+    methods["tolist"] = lambda each: reads.filled(each).tolist()
     handle = register_module_parameter_registration_hook(register)
     try:
-        with autocast_alike(), fake, reads:
+        with (
+            replaced(torch_internals.fake_tensor.found, **methods),
+            replaced(torch_internals.fake_mode.found, cache={}),
+            replaced(torch.utils, swap_tensors=swap_tensors),
+            autocast_alike(),
+            fake,
+            reads,
+        ):
             yield simulation
     finally:
         handle.remove()
-        del fake_class.data_ptr, fake_class.__deepcopy__, fake_class.__reduce_ex__
-        fake_class.tolist = to_list
-        mode.cache = cache
-        torch.utils.swap_tensors = swap
 
 
 def _address(tensor: torch.Tensor) -> int:

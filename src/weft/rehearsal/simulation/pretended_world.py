@@ -11,6 +11,7 @@ from torch.distributed import Backend
 
 from weft import torch_internals
 from weft.peers.pretended import BACKEND, Mail, Note, PretendedGroup
+from weft.rehearsal.simulation.replaced import replaced
 from weft.tensors.dtensor import forget_groups
 
 _BY_LAUNCHED = ("init_process_group", "destroy_process_group")  # of programs that do it themselves: it is done
@@ -39,11 +40,7 @@ def pretended_world(size: int, rank: int, per_node: int, note: Note, mail: Mail)
 
     sends, name_of_send = torch_internals.send_object.home
     pickled = getattr(sends, name_of_send)
-    setattr(sends, name_of_send, to_tensor)
-    torch_dist: Any = dist
-    own = {name: getattr(dist, name) for name in _BY_LAUNCHED}
-    for name in _BY_LAUNCHED:
-        setattr(torch_dist, name, lambda *_, **__: None)
+    done = dict.fromkeys(_BY_LAUNCHED, lambda *_, **__: None)
     mail.begin()
     torch_internals.BACKENDS.of(Backend)[BACKEND.upper()] = torch_internals.backend(create, True)  # noqa: FBT003
     Backend.backend_list.append(BACKEND)
@@ -55,16 +52,14 @@ def pretended_world(size: int, rank: int, per_node: int, note: Note, mail: Mail)
         names: dict[int, int] = {each: each for each in range(size)}
         torch_internals.use_group(group)
         _register(group, store, names)
-        yield group
+        with replaced(sends, **{name_of_send: to_tensor}), replaced(dist, **done):
+            yield group
     finally:
         for group_here, name in names_of.of(c10d).items():
             if group_here not in before[names_of]:
                 torch_internals.forget_group(name)
         for each, value in before.items():
             each.set(c10d, value)
-        setattr(sends, name_of_send, pickled)
-        for name, function in own.items():
-            setattr(torch_dist, name, function)
         world.group_count = count
         torch_internals.use_group(default)
         Backend.backend_list.remove(BACKEND)

@@ -1,4 +1,4 @@
-"""What torch does once per rank, and a simulation need not: thousands of views of which it uses two."""
+"""What torch does and a simulation need not: a view for each of thousands of ranks; files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import torch
 
 from weft import torch_internals
+from weft.peers.pretended import PretendedGroup
+from weft.rehearsal.simulation.allocations import plain_parts
+from weft.rehearsal.simulation.replaced import replaced
 
 
 class _Chunks:
@@ -32,9 +35,28 @@ class _Chunks:
 def fewer_fsdp_chunks() -> Iterator[None]:
     """Let FSDP2 make the chunks that it uses, and no others."""
     module, name = torch_internals.chunk.home  # imported here: it takes half a second
-    before = getattr(module, name)
-    setattr(module, name, lambda tensor, num_chunks, dim: _Chunks(tensor, num_chunks, dim))
-    try:
+    with replaced(module, **{name: lambda tensor, num_chunks, dim: _Chunks(tensor, num_chunks, dim)}):
         yield
-    finally:
-        setattr(module, name, before)
+
+
+@contextlib.contextmanager
+def saves_counted(group: PretendedGroup) -> Iterator[None]:
+    """Let `torch.save` write nothing, as tensors have no values, and count their bytes as saved by this rank."""
+
+    def count(obj: object, *_: object, **__: object) -> None:
+        group.saved = sum(_storages(obj).values())
+
+    with replaced(torch, save=count):
+        yield
+
+
+def _storages(obj: object) -> dict[int, int]:
+    """Sizes of storages by address: tensors that share one are written once."""
+    found: dict[int, int] = {}
+    for leaf in torch_internals.tree.found.tree_leaves(obj):
+        if hasattr(leaf, "state_dict"):
+            found |= _storages(leaf.state_dict())
+        for part in plain_parts(leaf) if isinstance(leaf, torch.Tensor) else ():
+            storage = part.untyped_storage()
+            found[torch_internals.STORAGE_ADDRESS.of(storage)] = storage.nbytes()
+    return found

@@ -7,19 +7,18 @@ gradients that are never cleared, or are cleared or clipped within a window. Wha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.peers import Peers
+from weft.engines.peers import Peers, differing
 from weft.engines.torch.hooks.backward_session import after_callbacks
 from weft.engines.torch.hooks.program_lines import strategy_line
 from weft.errors import AlreadyApplied, NotSynchronized, listed, warn
-from weft.tensors.checksums import can_be_read, sums_of_bits
+from weft.tensors.checksums import can_be_read, checksums
 from weft.tensors.dtensor import local
 from weft.tensors.nested import tensors
 from weft.version import TESTED_TORCH
@@ -29,6 +28,7 @@ _MAX_TENSORS = 8
 _MAX_ELEMENTS = 4096  # of a tensor, spread over it
 _NUM_STEPS = 3
 _NUM_KEPT = 64  # backward passes of windows
+_GRADIENT = "the gradient of "
 
 
 class FirstSteps:
@@ -51,7 +51,7 @@ class FirstSteps:
         self._stepped: int | None = None  # version of the gradient that was stepped on
         self._adds = False  # whether backward passes have added to it since
         self._kept: int | None = None  # version of a gradient of this window that is not reduced yet
-        self._reduced: dict[str, int] | None = None  # sums of bits of the first gradients that were reduced
+        self._reduced: dict[str, int] | None = None  # checksums of the first gradients that were reduced
         self._warned: set[str] = set()
 
     # -- data and weights --------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class FirstSteps:
         Raises:
             ContextError: At the next call, or when the context is closed: they had other values on another rank.
         """
-        total = sum(sums_of_bits(p for p in weights.values() if can_be_read(p)))
+        total = sum(checksums(p for p in weights.values() if can_be_read(p)))
         self._peers.compare(
             f"weights of {self._class_name}, which no optimizer has changed",
             {"a sum of their bits": total},
@@ -118,19 +118,20 @@ class FirstSteps:
         )
 
     def _compare_first(self, weights: Mapping[str, torch.Tensor]) -> None:
-        mine = (dict(zip(weights, sums_of_bits(weights.values()), strict=True)), self._reduced or {})
-        digest = hashlib.sha256(repr(mine).encode()).hexdigest()
-        if len(set(self._peers.meet("weights before the first step", digest))) == 1:
+        mine = dict(zip(weights, checksums(weights.values()), strict=True))
+        reduced = {f"{_GRADIENT}{name}": number for name, number in (self._reduced or {}).items()}
+        found = differing(self._peers, "weights before the first step", mine | reduced)
+        gradients = [name.removeprefix(_GRADIENT) for name in found if name.startswith(_GRADIENT)]
+        wrong = [name for name in found if not name.startswith(_GRADIENT)]
+        if not found:
             return
-        everyone = self._peers.meet("weights that differ", mine)
-        differing, gradients = (_differing(ours) for ours in zip(*everyone, strict=True))
-        if not differing:
+        if not wrong:
             raise not_averaged_error(
                 self._what, self._class_name, f"after a backward pass, they differ in {listed(gradients)}"
             )
         raise NotSynchronized(
             f"{self._what}: weights of {self._class_name} differ between the ranks before the first step",
-            found=f"changed after {self._what}, not on all ranks alike: {listed(differing)}",
+            found=f"changed after {self._what}, not on all ranks alike: {listed(wrong)}",
             expected=f"weights that were loaded or initialized before {self._what}, which sends them to all ranks; "
             "or alike on all ranks",
             fix=f"model.load_state_dict(...); {strategy_line(self._what)}  # in this order",
@@ -142,7 +143,7 @@ class FirstSteps:
         """A backward pass has reduced the gradients of these parameters: until they are changed they are the same."""
         if self._reduced is None:
             gradients = {name: p.grad for name, p in named.items() if p.grad is not None and can_be_read(p.grad)}
-            self._reduced = dict(zip(gradients, sums_of_bits(gradients.values()), strict=True))
+            self._reduced = dict(zip(gradients, checksums(gradients.values()), strict=True))
 
     def note_step(self, number: int, probe: nn.Parameter | None, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps; `probe` is a parameter whose gradient tells of the others."""
@@ -247,11 +248,6 @@ def not_averaged_error(what: str, class_name: str, found: str) -> NotSynchronize
         expected=f"a version that weft is tested with: torch {', '.join(TESTED_TORCH)}",
         fix=f"pip install 'torch=={TESTED_TORCH[-1]}'",
     )
-
-
-def _differing(everyone: Sequence[Mapping[str, int]]) -> list[str]:
-    """Names of what is not the same on all ranks."""
-    return [name for name in dict.fromkeys(chain(*everyone)) if len({one.get(name) for one in everyone}) > 1]
 
 
 def _has_numbers(gradient: torch.Tensor) -> bool:

@@ -7,5 +7,6 @@ split_attention.py    attention over sequences of which each rank holds a part
 sequence_exchange.py  what it sends
 sequence_inputs.py    what a model is called with then
 sequence_code.py      which parts of a model attend or number tokens, read from its code
+exchange.py           tensors that travel in one node of the graph, and gradients that come back
 experts/              experts divided among ranks, and tokens sent to them
 """

@@ -19,6 +19,7 @@ from weft import torch_internals
 from weft.errors import ContractError, listed
 from weft.tensors.blocks import as_dtensor
 from weft.tensors.dtensor import is_sharded, local, resting_parameters
+from weft.tensors.messages import add_up, gathered
 from weft.tensors.remote_parameter import is_elsewhere
 
 _TOLERANCE = 1e-2  # of norms of gradients that are computed alike on all ranks, or in parts, which differ altogether
@@ -64,14 +65,7 @@ class PartSums:
         """Add the parts up. Collectives: one all-reduce per dtype."""
         self._resting = []
         with torch.no_grad():
-            parts = list(self._parts(module))
-            for dtype in dict.fromkeys(part.dtype for part in parts):
-                same = [part for part in parts if part.dtype == dtype]
-                flat = torch.cat([part.reshape(-1) for part in same])
-                dist.all_reduce(flat, group=group)
-                sizes = [part.numel() for part in same]
-                for part, total in zip(same, flat.split(sizes), strict=True):
-                    part.copy_(total.view_as(part))
+            add_up(self._parts(module), group)
         self.in_parts = False
 
     def _parts(self, module: nn.Module) -> Iterator[torch.Tensor]:
@@ -116,9 +110,7 @@ class PartSums:
             return
         device = next(iter(named.values())).device
         norms = torch.stack([_norm(gradient, device) for gradient in gradients])
-        everyone = [torch.empty_like(norms) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyone, norms, group=group)
-        table = torch.stack(everyone)
+        table = torch.stack(gathered(norms, group))
         least, most = table.amin(0), table.amax(0)
         wrong = ((most - least) > _TOLERANCE * most) & (most > _SMALL * most.max())
         names = [name for name, bad in zip(named, wrong.tolist(), strict=True) if bad]

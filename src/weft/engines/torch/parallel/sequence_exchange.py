@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import starmap
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from weft import torch_internals
+from weft.engines.torch.parallel.exchange import Exchange, exchanged
 from weft.tensors.sequence_order import Order, rank_order, sequence_order
 
 
@@ -78,7 +79,7 @@ def gather_sequences(ranks: SequenceRanks, *tensors: torch.Tensor) -> list[torch
 
     Collectives: one all-gather of all tensors together; one reduce-scatter in backward.
     """
-    flat = _Gather.apply(torch.cat([x.flatten() for x in tensors]), ranks)  # type: ignore[no-untyped-call]
+    flat = _arrived(_Gathering(ranks), torch.cat([x.flatten() for x in tensors]))
     pieces = flat.view(ranks.number, -1).split([x.numel() for x in tensors], 1)
     gathered = [piece.unflatten(1, x.shape) for piece, x in zip(pieces, tensors, strict=True)]
     return [sequence_order(x.movedim(0, 2), ranks.order) for x in gathered]
@@ -87,41 +88,37 @@ def gather_sequences(ranks: SequenceRanks, *tensors: torch.Tensor) -> list[torch
 def _exchange(ranks: SequenceRanks, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Send block k of each tensor [ranks, ...] to rank k; gives as much, block k from rank k."""
     rows = [block.flatten(1) for block in blocks]
-    flat = _AllToAll.apply(torch.cat(rows, 1).flatten(), ranks)  # type: ignore[no-untyped-call]
+    flat = _arrived(_AllToAll(ranks), torch.cat(rows, 1).flatten())
     pieces = flat.view(ranks.number, -1).split([row.shape[1] for row in rows], 1)
     return list(starmap(torch.Tensor.view_as, zip((p.contiguous() for p in pieces), blocks, strict=True)))
 
 
-class _AllToAll(torch.autograd.Function):
-    """Its own adjoint: what came from rank k goes back to it."""
-
-    @staticmethod
-    def forward(ctx: Any, flat: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
-        ctx.ranks = ranks
-        if not flat.numel():
-            return flat.clone()
-        send = ranks.collectives
-        return send.wait(send.all_to_all(flat.contiguous(), None, None, ranks.group))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _AllToAll.apply(gradient.contiguous(), ctx.ranks), None  # type: ignore[no-untyped-call]
+def _arrived(how: Exchange, flat: torch.Tensor) -> torch.Tensor:
+    return exchanged(how, [flat])[0] if flat.numel() else flat
 
 
-class _Gather(torch.autograd.Function):
-    """Everything of all ranks, in rank order; its adjoint adds up what all ranks made of this rank's part."""
+class _AllToAll(NamedTuple):
+    """Block k to rank k: what came from there goes back to it."""
 
-    @staticmethod
-    def forward(ctx: Any, flat: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
-        ctx.ranks = ranks
-        if not flat.numel():
-            return flat.clone()
-        send = ranks.collectives
-        return send.wait(send.all_gather(flat.contiguous(), 0, ranks.group))
+    ranks: SequenceRanks
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not gradient.numel():
-            return gradient.clone(), None
-        send = ctx.ranks.collectives
-        return send.wait(send.reduce_scatter(gradient.contiguous(), "sum", 0, ctx.ranks.group)), None
+    def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        send = self.ranks.collectives
+        return [send.wait(send.all_to_all(flat.contiguous(), None, None, self.ranks.group)) for flat in tensors]
+
+    def send_back(self, tracked: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return exchanged(self, gradients)
+
+
+class _Gathering(NamedTuple):
+    """Everything of all ranks, in rank order; back goes the sum of what all ranks made of this rank's part."""
+
+    ranks: SequenceRanks
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        send = self.ranks.collectives
+        return [send.wait(send.all_gather(flat.contiguous(), 0, self.ranks.group)) for flat in tensors]
+
+    def send_back(self, tracked: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        send = self.ranks.collectives
+        return [send.wait(send.reduce_scatter(flat.contiguous(), "sum", 0, self.ranks.group)) for flat in gradients]

@@ -7,13 +7,13 @@ an error; so is a read of its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from weft import torch_internals
 from weft.errors import ContractError
+from weft.tensors.nested import tensors
 
 # Results that depend on nothing but a shape, a dtype and a device: they are real.
 _MADE = frozenset(
@@ -40,12 +40,12 @@ class RemoteOutput(torch.Tensor):
         return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        del tensor_contents
         return f"RemoteOutput({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        given = [one for one in _flat((args, kwargs or {})) if isinstance(one, cls)]
+        tree = torch_internals.tree.found
+        given = [one for one in tree.tree_leaves((args, kwargs)) if isinstance(one, cls)]
         device, any_shape = given[0].device, any(one.any_shape for one in given)
 
         def on_meta(value: Any) -> Any:
@@ -59,9 +59,9 @@ class RemoteOutput(torch.Tensor):
             )
 
         if torch_internals.schema.of(func).name.partition("::")[2] in _MADE:
-            return func(*_mapped(real, args), **_mapped(real, kwargs or {}))
+            return func(*tree.tree_map(real, args), **tree.tree_map(real, kwargs or {}))
         try:
-            found = func(*_mapped(on_meta, args), **_mapped(on_meta, kwargs or {}))
+            found = func(*tree.tree_map(on_meta, args), **tree.tree_map(on_meta, kwargs or {}))
         except (NotImplementedError, RuntimeError) as error:
             if any_shape:
                 return cls.like(given[0], device, any_shape=True)
@@ -77,28 +77,9 @@ class RemoteOutput(torch.Tensor):
         def elsewhere(value: Any) -> Any:
             return cls.like(value, device, any_shape=any_shape) if isinstance(value, torch.Tensor) else value
 
-        return _mapped(elsewhere, found)
+        return tree.tree_map(elsewhere, found)
 
 
-def has_elsewhere(value: Any) -> bool:
+def has_remote(value: Any) -> bool:
     """Whether a nested value holds such a tensor."""
-    return any(isinstance(one, RemoteOutput) for one in _flat(value))
-
-
-def _flat(value: Any) -> Iterable[Any]:
-    if isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _flat(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _flat(one)
-    else:
-        yield value
-
-
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(change, one) for one in value)
-    if isinstance(value, dict):
-        return {key: _mapped(change, one) for key, one in value.items()}
-    return change(value)
+    return any(isinstance(one, RemoteOutput) for one in tensors(value))

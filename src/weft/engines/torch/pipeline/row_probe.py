@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from weft.engines.torch.pipeline.batch_parts import Inputs, MicroBatches
 from weft.engines.torch.pipeline.losses import MicroBatchLoss, Result, batch_loss
 from weft.engines.torch.pipeline.outputs import join_rows, row_dims
 from weft.engines.torch.pipeline.stage_borders import Borders
-from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over
+from weft.engines.torch.probes.compare import LIMIT, LOW_LIMIT, difference, differing_ranks, largest_over
 from weft.engines.torch.probes.no_trace import measured, no_trace, random_kept, zeros_filled
 from weft.engines.torch.probes.observed import WithoutDropout
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
@@ -29,7 +30,6 @@ from weft.errors import ProbeFailed, listed
 from weft.tensors.dtensor import local
 from weft.tensors.nested import map_tensors, tensors
 
-_LIMIT, _LOW_LIMIT = 1e-5, 5e-2  # the second of numbers in 16 bits
 _FLOOR = 1e-2  # of the largest gradient: some are zero but for rounding, as those of the biases of keys
 
 Compute = Callable[[int, Inputs, Any], tuple[Any, Any]]
@@ -119,7 +119,7 @@ class RowProbe:
                 found[-2] = difference(Compared("the loss", apart.losses[0].mean(), alone.mean()))
             found[-1] = float(runs.observed.low)
             *worst, low = largest_over(group, found, device)
-        limit = _LOW_LIMIT if low else _LIMIT
+        limit = LOW_LIMIT if low else LIMIT
         self.schedule.note("", zip(_names(self._stages), (relative / limit for relative in worst), strict=True))
         return [relative if relative > limit else 0.0 for relative in worst]
 
@@ -178,6 +178,7 @@ def _names(stages: int) -> list[str]:
     return [*gradients, "the loss", "the loss with all layers on each rank"]
 
 
+@dataclass
 class _ProbeRun:
     """What came of some batches, one after the other.
 
@@ -188,11 +189,10 @@ class _ProbeRun:
         result: The loss of all of them, there.
     """
 
-    def __init__(self, here: Sequence[int]) -> None:
-        self.gradients: dict[int, list[torch.Tensor | None]] = {stage: [] for stage in here}
-        self.returned: list[Any] = []
-        self.losses: list[MicroBatchLoss] = []
-        self.result: Result | None = None
+    gradients: dict[int, list[torch.Tensor | None]]
+    returned: list[Any] = field(default_factory=list)
+    losses: list[MicroBatchLoss] = field(default_factory=list)
+    result: Result | None = None
 
 
 class _Runs:
@@ -219,7 +219,7 @@ class _Runs:
 
     def run(self, batches: Sequence[Inputs], *, together: bool) -> _ProbeRun:
         """All forwards, and then all backwards."""
-        run, ends = _ProbeRun(self._here), {}
+        run, ends = _ProbeRun({stage: [] for stage in self._here}), {}
         for number, batch in enumerate(batches):
             with self._modes(together=together):
                 self._renew_buffers()
@@ -313,5 +313,5 @@ def _dims(apart: Sequence[Any], together: Any) -> list[int | None] | None:
     if dims is None:
         return None
     pairs = zip(tensors(join_rows(apart, dims, [1.0] * len(apart))), tensors(together), strict=True)
-    off = (difference(Compared("rows", t, w)) > _LOW_LIMIT for t, w in pairs if t.dim())
+    off = (difference(Compared("rows", t, w)) > LOW_LIMIT for t, w in pairs if t.dim())
     return None if any(off) else dims

@@ -53,10 +53,7 @@ class Borders:
         if peer == self._rank:
             self._here[stage] = tensors
             return
-        for tensor in (_words(border, self._device), *tensors):
-            if tensor.numel():
-                work = dist.isend(tensor.contiguous(), group=self._group, group_dst=peer)
-                self._sent.append((work, tensor))
+        self._put((_words(border, self._device), *tensors), peer)
 
     def receive(self, key: Hashable, stage: int) -> Any:
         """Receive what enters a stage, in the form in which a layer gave it; remember what it is."""
@@ -66,14 +63,9 @@ class Borders:
         peer = self._owners[stage - 1]
         if peer == self._rank:
             return self.rebuilt(key, stage - 1, self._here.pop(stage - 1))
-        words = torch.empty(_WORDS, dtype=torch.int64, device=self._device)
-        dist.recv(words, group=self._group, group_src=peer)
+        (words,) = self._take([((_WORDS,), torch.int64)], peer)
         border = self._known[key, stage - 1] = _border(words.tolist())
-        tensors = tuple(torch.empty(s[0], dtype=s[1], device=self._device) for s in border.shapes if s is not None)
-        for tensor in tensors:
-            if tensor.numel():
-                dist.recv(tensor, group=self._group, group_src=peer)
-        return self.rebuilt(key, stage - 1, tensors)
+        return self.rebuilt(key, stage - 1, self._take([one for one in border.shapes if one is not None], peer))
 
     def send_back(self, stage: int, gradients: Sequence[torch.Tensor]) -> None:
         """Send the gradients of what entered a stage to the one before it."""
@@ -83,19 +75,23 @@ class Borders:
         if peer == self._rank:
             self._back[stage - 1] = gradients
             return
-        for gradient in gradients:
-            if gradient.numel():
-                self._sent.append((dist.isend(gradient.contiguous(), group=self._group, group_dst=peer), gradient))
+        self._put(gradients, peer)
 
     def receive_back(self, stage: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Receive the gradients of what left a stage."""
         peer = self._owners[stage + 1]
         if peer == self._rank:
             return self._back.pop(stage)
-        found = [torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in outputs]
-        for gradient in found:
-            if gradient.numel():
-                dist.recv(gradient, group=self._group, group_src=peer)
+        return self._take([(t.shape, t.dtype) for t in outputs], peer)
+
+    def _put(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
+        for tensor in (each.contiguous() for each in tensors if each.numel()):
+            self._sent.append((dist.isend(tensor, group=self._group, group_dst=peer), tensor))
+
+    def _take(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], peer: int) -> list[torch.Tensor]:
+        found = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
+        for tensor in (each for each in found if each.numel()):
+            dist.recv(tensor, group=self._group, group_src=peer)
         return found
 
     def wait(self) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from weft.engines.torch.hooks.method_hooks import Removable, route_calls
-from weft.engines.torch.pipeline.remote_output import RemoteOutput, has_elsewhere
+from weft.engines.torch.pipeline.remote_output import RemoteOutput, has_remote
 from weft.engines.torch.probes.no_trace import random_kept
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
@@ -75,8 +75,7 @@ class StageForward:
             parts = [(name, module.get_submodule(name)) for name in names if not _is_parameter(module, name)]
             self._layers |= {name for name, _ in parts}
             for name, part in parts:
-                route = _LayerCalls(weakref.ref(self), number, name, is_last=name == parts[-1][0])
-                route_calls(part, removable, route)
+                route_calls(part, removable, _routed(weakref.ref(self), number, name, is_last=name == parts[-1][0]))
 
     def run(self, stage: int, received: Any, forward: Callable[[], Any]) -> Any:
         """Compute one stage: what its last layer gives, and for the last stage what `forward` gives.
@@ -102,7 +101,7 @@ class StageForward:
         if stage < len(self.stages) - 1 or (stage and not call.has_received):
             missing = self.stages[stage + 1][0] if not stage or call.has_received else self.stages[stage - 1][-1]
             self._raise_order(f"forward ended without a call of {missing}")
-        if has_elsewhere(output):
+        if has_remote(output):
             self._raise_order("the output of the module depends on a layer of an earlier stage", fix=_THROUGH)
         self._check_real(output)
         return output
@@ -143,7 +142,7 @@ class StageForward:
             raise _Left
         if number < call.stage:
             return self._of_earlier(call, number, name, is_last=is_last)
-        if has_elsewhere((args, kwargs)):
+        if has_remote((args, kwargs)):
             self._raise_order(f"{name} of stage {number} is given what another stage computes", fix=_THROUGH)
         self._check_real((args, kwargs))
         output = self._run(name, run, args, kwargs)
@@ -208,20 +207,16 @@ class StageForward:
         )
 
 
-class _LayerCalls:
-    """The calls of one layer."""
+def _routed(owner: weakref.ref[StageForward], number: int, name: str, *, is_last: bool) -> Callable[..., Any]:
+    """The calls of one layer; its hook does not hold the owner."""
 
-    def __init__(self, owner: weakref.ref[StageForward], number: int, name: str, *, is_last: bool) -> None:
-        self._owner = owner
-        self._number = number
-        self._name = name
-        self._is_last = is_last
-
-    def __call__(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        owner = self._owner()
-        if owner is None:
+    def route(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        alive = owner()
+        if alive is None:
             return run(*args, **kwargs)
-        return owner.route(self._number, self._name, run, args, kwargs, is_last=self._is_last)
+        return alive.route(number, name, run, args, kwargs, is_last=is_last)
+
+    return route
 
 
 def _is_parameter(module: nn.Module, name: str) -> bool:

@@ -20,14 +20,11 @@ from torch.func import functional_call
 from weft.engines.options import TensorOptions
 from weft.engines.probes import Compared
 from weft.engines.torch.parallel.tensor_hooks import cut_sequence, join_sequence
-from weft.engines.torch.probes.compare import returned_tensors
+from weft.engines.torch.probes.compare import LIMIT, LOW_LIMIT, is_low, returned_tensors
 from weft.engines.torch.probes.no_trace import copied, no_trace
 from weft.engines.torch.probes.whole_unit import BETWEEN_BLOCKS
 from weft.tensors.blocks import full_tensor
 from weft.tensors.nested import tensors
-
-_LIMIT, _LOW_LIMIT = 1e-5, 5e-2
-_LOW = (torch.bfloat16, torch.float16)
 
 
 class BetweenBlocks:
@@ -68,14 +65,13 @@ class BetweenBlocks:
         Yields:
             One output after the other.
         """
-        del gradients
         found = returned_tensors(self._call(args, kwargs, contextlib.nullcontext()))
         expected = returned_tensors(self.alone(name, args, kwargs))
         yield Compared("the number of outputs", torch.tensor(len(found)), torch.tensor(len(expected)))
         given = (*self.units[""].parameters(), *tensors((args, kwargs)), *found)
-        low = torch.is_autocast_enabled(given[0].device.type) or any(t.dtype in _LOW for t in given)
+        limit = LOW_LIMIT if is_low(given[0].device.type, given) else LIMIT
         for one, other in zip(found, expected, strict=False):
-            yield Compared("an output", full_tensor(one), full_tensor(other), limit=_LOW_LIMIT if low else _LIMIT)
+            yield Compared("an output", full_tensor(one), full_tensor(other), limit=limit)
 
     def _call(self, args: Any, kwargs: Any, around: AbstractContextManager[Any]) -> Any:
         module = self.units[""]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,16 +14,40 @@ import torch
 import torch.distributed as dist
 
 from weft.engines.probes import Compared
+from weft.engines.torch_errors import is_communication_error
 from weft.errors import WeftError
+from weft.tensors.checksums import checksums
 from weft.tensors.dtensor import local
-from weft.tensors.messages import control_device
+from weft.tensors.messages import control_device, gathered
 from weft.tensors.nested import leaves, tensors
 
-_PIECE = 1 << 20  # numbers that are looked at together, as int64
+LIMIT, LOW_LIMIT = 1e-5, 5e-2  # of relative differences; the second of numbers in 16 bits
+LOW = (torch.bfloat16, torch.float16)
 
 # What forward raises where ranks have parts of other shapes, or of another kind, than it is written for.
 OTHERS = (WeftError, dist.DistError, torch.OutOfMemoryError)
 OF_PARTS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)  # but for `OTHERS`
+
+
+def is_of_parts(error: Exception) -> bool:
+    """Whether an error of `OF_PARTS` is none of `OTHERS`, nor of communication."""
+    return not isinstance(error, OTHERS) and not is_communication_error(error)
+
+
+@contextlib.contextmanager
+def parts_suppressed() -> Iterator[None]:
+    """Go on after errors because of shapes or kinds."""
+    try:
+        yield
+    except OTHERS:
+        raise
+    except OF_PARTS:
+        pass
+
+
+def is_low(device_type: str, given: Iterable[torch.Tensor]) -> bool:
+    """Whether something is computed in 16 bits of these tensors."""
+    return torch.is_autocast_enabled(device_type) or any(one.dtype in LOW for one in given)
 
 
 def returned_tensors(value: Any, *, numbers: bool = True, depth: int = 3) -> list[torch.Tensor]:
@@ -64,23 +91,9 @@ def _norm(tensor: torch.Tensor) -> float:
 
 def digest(value: Any) -> torch.Tensor:
     """Numbers that are equal for tensors of equal shapes, dtypes and bits: [2] int64, on the CPU."""
-    total, shapes = 0, 0
-    for number, tensor in enumerate(tensors(value)):
-        held = local(tensor).detach()
-        width = held.element_size()
-        held = torch.view_as_real(held) if held.is_complex() else held
-        flat = held.contiguous().reshape(-1).view(torch.uint8 if width < 4 else torch.int32)
-        sums = [_weighted(part, number + 1 + start) for start, part in enumerate(flat.split(_PIECE))]
-        total += 0 if not sums else int(torch.stack(sums).sum())
-        for fact in (len(tensor.shape), *tensor.shape, width, tensor.is_floating_point()):
-            shapes = (shapes * 1000003 + int(fact) + 7) % (1 << 61)
-    return torch.tensor([total % (1 << 62), shapes])
-
-
-def _weighted(bits: torch.Tensor, start: int) -> torch.Tensor:
-    """The sum of numbers, each times one that tells its place: 0-d int64."""
-    places = torch.arange(start, start + bits.numel(), device=bits.device) % 65521 + 1
-    return (bits.to(torch.int64) * places).sum()
+    found = list(tensors(value))
+    facts = [(tuple(one.shape), str(one.dtype)) for one in found], checksums(map(local, found))
+    return torch.tensor(struct.unpack("2q", hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()))
 
 
 def differing_ranks(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[int]:
@@ -88,9 +101,7 @@ def differing_ranks(value: Any, group: dist.ProcessGroup, device: torch.device) 
 
     Collectives: one all-gather of two numbers.
     """
-    mine = digest(value).to(control_device(group, device))
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
+    everyone = gathered(digest(value).to(control_device(group, device)), group)
     return [rank for rank, one in enumerate(everyone) if not torch.equal(one, everyone[0])]
 
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
@@ -47,6 +47,19 @@ def is_measured() -> bool:
 def keeps_activations() -> bool:
     """Whether a probe runs whose backward passes compute no block again, which has other parameters by then."""
     return _measured.get() == "keep"
+
+
+@contextlib.contextmanager
+def switched_off(parts: Iterable[Any]) -> Iterator[None]:
+    """Let what divides a module among ranks, by an attribute `off`, do nothing: calls are those of one process."""
+    held = list(parts)
+    for part in held:
+        part.off = True
+    try:
+        yield
+    finally:
+        for part in held:
+            part.off = False
 
 
 @contextlib.contextmanager

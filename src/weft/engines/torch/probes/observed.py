@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from weft import torch_internals
+from weft.engines.torch.probes.compare import LOW
 from weft.tensors.nested import tensors
 
-_LOW = (torch.bfloat16, torch.float16)
 _DRAWS = (torch.ops.aten.bernoulli, torch.ops.aten.bernoulli_)  # all kinds of dropout, but for those with a kernel
 
 
@@ -40,5 +40,5 @@ class WithoutDropout(torch_internals.dispatch_mode.base):  # type: ignore[name-d
             self.dropped = True
             args = (*args[:at], 0.0, *args[at + 1 :])
         result = func(*args, **kwargs)
-        self.low = self.low or any(t.dtype in _LOW for t in tensors(result))
+        self.low = self.low or any(t.dtype in LOW for t in tensors(result))
         return result

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from weft.engines.probes import Compared
-from weft.engines.torch.probes.compare import difference
+from weft.engines.torch.probes.compare import LIMIT, LOW_LIMIT, difference
 from weft.tensors.dtensor import local
 from weft.tensors.nested import tensors
 
@@ -39,7 +39,6 @@ def watched(columns: Sequence[nn.Module], rows: Sequence[nn.Module], refuse: Cal
     ends: set[Any] = set()
 
     def see_column(_: nn.Module, args: Any, output: Any) -> None:
-        del args
         begins.update(_nodes(output))
 
     def see_row(_: nn.Module, args: Any, output: Any) -> None:
@@ -106,7 +105,7 @@ def _arrive(given: _Given, number: int, refuse: Callable[[str], None], gradients
         if gradient is None:
             continue
         found = local(gradient)
-        limit = 1e-5 if found.dtype.itemsize > 2 else 5e-2
+        limit = LIMIT if found.dtype.itemsize > 2 else LOW_LIMIT
         if expected is None or difference(Compared("", found, local(expected))) > limit:
             refuse(f"a loss of {tuple(found.shape)}, of which each rank has a part, past the row layer")
 

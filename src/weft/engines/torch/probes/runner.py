@@ -31,15 +31,15 @@ from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
 from weft.engines.torch.probes.compare import (
     OF_PARTS,
-    OTHERS,
     difference,
     differing_ranks,
+    is_of_parts,
     largest_over,
     returned_tensors,
 )
 from weft.engines.torch.probes.no_trace import copied, is_measured, measured, no_trace, zeros_filled
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
-from weft.engines.torch_errors import is_communication_error, mixed_kinds_error
+from weft.engines.torch_errors import mixed_kinds_error
 from weft.errors import ProbeFailed, listed
 from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.nested import leaves, tensors
@@ -110,10 +110,8 @@ class Prober:
         given = copied((args, kwargs))
         try:
             later = self._measure(name, copied(given), number, quiet)
-        except OTHERS:
-            raise
         except OF_PARTS as error:
-            if is_communication_error(error):
+            if not is_of_parts(error):
                 raise
             likely = f"; likely, {self._probe.cause}" if isinstance(error, OnlyInParts) else ""
             if not likely:
@@ -207,20 +205,16 @@ class Prober:
         with quiet_hooks(self._probe.units[name]) as quiet:
             try:
                 output = call(*args, **kwargs)
-            except OTHERS:
-                raise
             except OF_PARTS as error:
-                if is_communication_error(error) or not self._works_alone(name, given):
+                if not is_of_parts(error) or not self._works_alone(name, given):
                     raise
                 raise self._error(
                     name, found=_line(error), expected="what one process returns: there the same call works"
                 ) from error
         try:
             self._measure(name, given, number, quiet)
-        except OTHERS:
-            raise
         except OF_PARTS as error:
-            if is_communication_error(error):
+            if not is_of_parts(error):
                 raise
             if not _holds_tensors(args, kwargs):  # as a cache of earlier calls does, filled with this rank's part
                 raise self._error(

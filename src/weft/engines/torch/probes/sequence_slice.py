@@ -14,15 +14,24 @@ from torch.func import functional_call
 
 from weft.engines.probes import Compared, OnlyInParts
 from weft.engines.torch.parallel.sequence_exchange import SequenceRanks
-from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, difference, returned_tensors
+from weft.engines.torch.probes.compare import (
+    LIMIT,
+    LOW_LIMIT,
+    OF_PARTS,
+    OTHERS,
+    difference,
+    parts_suppressed,
+    returned_tensors,
+)
 from weft.engines.torch.probes.no_trace import no_trace
 from weft.engines.torch.probes.observed import WithoutDropout
+from weft.tensors.messages import gathered
 from weft.tensors.nested import leaves, map_leaves, map_tensors, tensors
 from weft.tensors.sequence_order import SequencePart, note_part, part_of, places
 
 # Tokens that are computed whole, at least and at most; between, as many as a rank has, and later the least.
 _FEW, _MANY = 2048, 8192
-_LOW_OUTPUT, _LOW_LOSS = 5e-2, 1e-3  # limits where 16 bits are in it; the rounding of a loss averages out
+_LOW_LOSS = 1e-3  # the limit where 16 bits are in it: the rounding of a loss averages out
 _MEAN = (
     "losses.mean(), of all places; where not all count: count = weft.metrics.denominator(number, ctx) "
     "of this rank's places, model(..., count), and in it losses.sum() / count"
@@ -66,7 +75,6 @@ class SlicedSequences:
 
     def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The shapes: the parts differ."""
-        del name
         return [torch.tensor(t.shape) for t in tensors((args, kwargs))]
 
     def alone(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -87,7 +95,7 @@ class SlicedSequences:
         self._turn += 1
         is_loss = yield from self._compare(name, args, kwargs)
         if is_loss and self._turn == 1:
-            with _suppressed():  # of so few, it may be undefined
+            with parts_suppressed():  # of so few, it may be undefined
                 yield from self._compare(name, args, kwargs, few=True)
 
     def _compare(self, name: str, args: Any, kwargs: Any, *, few: bool = False) -> Generator[Compared, None, bool]:
@@ -109,7 +117,7 @@ class SlicedSequences:
         for number, (one, other) in enumerate(zip(found, expected, strict=False)):
             if not other.is_floating_point():
                 continue
-            limit = (_LOW_OUTPUT if other.ndim else _LOW_LOSS) if observed.low else 1e-5
+            limit = (LOW_LIMIT if other.ndim else _LOW_LOSS) if observed.low else LIMIT
             what = "what is returned" if len(found) == 1 else f"output {number}"
             if other.ndim == 0:
                 mean = one.clone()
@@ -129,7 +137,7 @@ class SlicedSequences:
     def _whole(self, name: str, args: Any, kwargs: Any, few: bool) -> tuple[Any, Any, list[torch.Tensor]]:
         """Some rows, in parts and whole, and what is returned for them whole; all rows, if some cannot be computed."""
         if not few and not self._needs_all_rows:
-            with _suppressed():
+            with parts_suppressed():
                 parts, whole = self._sliced(args, kwargs)
                 return parts, whole, self._returned(name, whole, whole=True)
             self._needs_all_rows = True  # such as groups of some
@@ -140,7 +148,7 @@ class SlicedSequences:
         """What is returned where one number among the arguments is smaller, for each that may be so."""
         found = []
         for call in _with_counts(whole, self._ranks.number):
-            with _suppressed():  # it may be no count
+            with parts_suppressed():  # it may be no count
                 found.append(self._returned(name, call, whole=True))
         return found
 
@@ -166,24 +174,22 @@ class SlicedSequences:
         def is_part(tensor: torch.Tensor) -> bool:
             return tensor.ndim > 1 and tensor.shape[1] == here
 
-        def gathered(tensor: torch.Tensor) -> torch.Tensor:
-            pieces = [torch.empty_like(tensor) for _ in range(n)]
-            dist.all_gather(pieces, tensor, group=self.group)
+        def whole_of(tensor: torch.Tensor) -> torch.Tensor:
             every = torch.cat([places(here * n, part._replace(rank=rank)) for rank in range(n)])
-            return torch.cat(pieces, 1)[:, every.argsort().to(tensor.device)]
+            return torch.cat(gathered(tensor, self.group), 1)[:, every.argsort().to(tensor.device)]
 
         chosen, start = torch.arange(rows), 0
         if (count, length) != (rows, here * n) and given:
             empty = given[0].new_zeros(rows, here, dtype=torch.float32)
             hidden = sum((_hidden(t) for t in given if t.shape == (rows, here)), empty)
             is_noted = any(part_of(t) is not None for t in given)  # else it has to begin with the first place
-            chosen, start = self._choose(gathered(hidden).cpu(), count, length, moves=is_noted)
+            chosen, start = self._choose(whole_of(hidden).cpu(), count, length, moves=is_noted)
 
         def joined(tensor: torch.Tensor) -> torch.Tensor:
             some = tensor.detach()
             if tensor.ndim and tensor.shape[0] == rows:
                 some = some[chosen.to(some.device)]
-            return gathered(some.contiguous())[:, start : start + length] if is_part(tensor) else some
+            return whole_of(some.contiguous())[:, start : start + length] if is_part(tensor) else some
 
         whole = map_tensors(joined, (args, kwargs))
 
@@ -258,17 +264,6 @@ def _parts_of(whole: torch.Tensor, shape: torch.Size, length: int, at: torch.Ten
         whole.unflatten(dim, sizes).index_select(dim + inner, at).flatten(dim, dim + 1)
         for inner, sizes in enumerate([(length, -1), (-1, length)])
     ]
-
-
-@contextlib.contextmanager
-def _suppressed() -> Iterator[None]:
-    """What is raised because of shapes or kinds."""
-    try:
-        yield
-    except OTHERS:
-        raise
-    except OF_PARTS:
-        pass
 
 
 @contextlib.contextmanager

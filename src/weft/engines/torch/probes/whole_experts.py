@@ -7,8 +7,8 @@ a layer is also computed for some of its rows, for as many others, and for both 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ from weft import torch_internals
 from weft.engines.probes import Compared
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
-from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, returned_tensors
-from weft.engines.torch.probes.no_trace import copied, no_trace
+from weft.engines.torch.probes.compare import is_low, parts_suppressed, returned_tensors
+from weft.engines.torch.probes.no_trace import copied, no_trace, switched_off
 from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.engines.torch.probes.same_draws import SameDraws
-from weft.engines.torch.probes.whole_unit import WholeUnits, gathers, is_in
+from weft.engines.torch.probes.whole_unit import WholeUnits, gathers, is_in, same
 from weft.tensors.blocks import full_tensor
 from weft.tensors.dtensor import is_fsdp_unit, is_sharded
 from weft.tensors.messages import broadcast
@@ -34,7 +34,6 @@ from weft.tensors.nested import map_tensors, tensors
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _SOME = 64  # tokens: of a few, none might be over a capacity
-_LOW = (torch.bfloat16, torch.float16)
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Left = tuple[list[torch.Tensor], dict[str, torch.Tensor]]  # what a call leaves: values, and buffers
 
@@ -116,16 +115,9 @@ class ExpertUnits(WholeUnits):
             nodes += [before for before, _ in node.next_functions if before is not None]
         return [leaf for at, leaf in found.items() if all(at != id(one) for one in known)]
 
-    @contextlib.contextmanager
-    def _undivided(self, name: str) -> Iterator[None]:
-        layers = [layer for own, layer in self._divided.items() if is_in(own, name)]
-        for layer in layers:
-            layer.off = True
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.off = False
+    @override
+    def _undivided(self, name: str) -> AbstractContextManager[None]:
+        return switched_off(layer for own, layer in self._divided.items() if is_in(own, name))
 
 
 def _full(name: str, own: str) -> str:
@@ -144,7 +136,6 @@ class SplitRows(ExpertUnits):
 
     def note_rows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The whole module is called, with so many rows."""
-        del module
         self._rows = next((len(t) for t in tensors((args, kwargs)) if t.ndim), 0)
 
     @override
@@ -158,7 +149,6 @@ class SplitRows(ExpertUnits):
         Yields:
             One pair after the other.
         """
-        del gradients
         unit, given = self.units[name], (args, dict(kwargs))
         is_nested = any(is_fsdp_unit(part) for part in unit.modules() if part is not unit)
         held = self._whole(name) if is_nested else dict(unit.named_parameters()) | self._experts(name)
@@ -166,11 +156,11 @@ class SplitRows(ExpertUnits):
         if not parts or any(isinstance(p, DTensor) for p in held.values()):
             return
         device_type = next(tensors(given)).device.type
-        is_low = torch.is_autocast_enabled(device_type) or any(t.dtype in _LOW for t in tensors((held, given)))
+        low = is_low(device_type, tensors((held, given)))
 
         def leaf(tensor: torch.Tensor) -> torch.Tensor:
             # In 16 bits, rounding could send a token to another expert.
-            wide = tensor.detach().float() if is_low and tensor.is_floating_point() else tensor.detach()
+            wide = tensor.detach().float() if low and tensor.is_floating_point() else tensor.detach()
             return wide.requires_grad_(tensor.requires_grad)
 
         held = {own: leaf(p) for own, p in held.items()}
@@ -186,13 +176,9 @@ class SplitRows(ExpertUnits):
             return [*returned_tensors(output, numbers=False), *left], own
 
         autocast = torch.autocast(device_type, enabled=False)
-        with self._undivided(name), torch.autograd.graph.saved_tensors_hooks(_same, _same), autocast:
-            try:
-                yield from _differences(run, parts, {n: leaf(b) for n, b in unit.named_buffers()}, sent)
-            except OTHERS:
-                raise
-            except OF_PARTS:
-                return
+        hooks = torch.autograd.graph.saved_tensors_hooks(same, same)
+        with self._undivided(name), hooks, autocast, parts_suppressed():
+            yield from _differences(run, parts, {n: leaf(b) for n, b in unit.named_buffers()}, sent)
 
     def _parts(self, given: _Call) -> list[_Call]:
         """The arguments for some rows, for as many others, and for both; of a single row, the other is made of it."""
@@ -230,7 +216,6 @@ class _MessageWatch(torch_internals.dispatch_mode.base):  # type: ignore[name-de
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operation."""
-        del types
         self.any = self.any or func.namespace in self._namespaces
         return func(*args, **(kwargs or {}))
 
@@ -260,7 +245,3 @@ def _together(one: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> to
     if len(dims) == 1 and one.shape[dims[0]] + other.shape[dims[0]] == whole.shape[dims[0]]:
         return torch.cat([one.detach(), other.detach()], dims[0])
     return (one.detach() + other.detach()) / 2 if not dims and whole.requires_grad else None
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -24,21 +24,20 @@ from typing_extensions import override
 
 from weft.engines.options import TensorOptions
 from weft.engines.probes import Compared
-from weft.engines.torch.probes.compare import difference, largest_over, returned_tensors
+from weft.engines.torch.probes.compare import LIMIT, LOW_LIMIT, difference, is_low, largest_over, returned_tensors
 from weft.engines.torch.probes.no_trace import as_made, attributes_of, copied, no_trace
 from weft.engines.torch.probes.part_uses import watched
 from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.tensors.blocks import full_tensor
 from weft.tensors.dtensor import is_fsdp_unit
+from weft.tensors.messages import gathered
 from weft.tensors.nested import map_tensors, tensors
 
 _ALONE = ("gather", "vocab", "sequence", "replicate")  # parts of these styles give what they give by themselves
 _COLUMNS, _ROWS = ("column", "ColwiseParallel"), ("row", "RowwiseParallel")
 _OF_FSDP = ("torch.distributed.fsdp", "weft.engines.torch.fsdp.own_parameters")
-_LIMIT, _LOW_LIMIT = 1e-5, 5e-2  # the second of numbers in 16 bits
 BETWEEN_BLOCKS = "model, ctx = weft.tensor_parallel(..., sequence=False)"
 _FEW = 2  # rows of a batch: one alone would be broadcast
-_LOW = (torch.bfloat16, torch.float16)
 _Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -128,7 +127,6 @@ class WholeUnits:
 
     def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """All arguments."""
-        del name
         return args, kwargs
 
     def alone(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -152,22 +150,18 @@ class WholeUnits:
 
     def _is_summed(self, name: str, own: str) -> bool:
         """Whether each rank has a part of the gradient of a parameter that is not cut."""
-        del name, own
         return False
 
     def _is_elsewhere(self, name: str, own: str) -> bool:
         """Whether the gradient of a parameter is that of the rows of all ranks."""
-        del name, own
         return False
 
     def _joined(self, tensor: torch.Tensor, name: str, call: Any) -> torch.Tensor:
         """What one process is called with, in place of an argument."""
-        del name, call
         return full_tensor(tensor).clone()
 
     def _comes_split(self, name: str) -> bool:
         """Whether the first argument is this rank's part of a sequence."""
-        del name
         return False
 
     def _part(self, whole: torch.Tensor) -> torch.Tensor:
@@ -176,8 +170,7 @@ class WholeUnits:
 
     def _as_found(self, name: str, number: int, found: torch.Tensor, expected: torch.Tensor) -> _Cut:
         """What makes this rank's part of an output of one process, where it is one."""
-        del name, number, found, expected
-        return _same
+        return same
 
     def measure(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
@@ -192,10 +185,8 @@ class WholeUnits:
         nested = any(part is not unit and is_fsdp_unit(part) for part in unit.modules())
         gradients = gradients and not nested
         device_type = next((t.device.type for t in tensors((args, kwargs))), "cpu")
-        low = torch.is_autocast_enabled(device_type) or any(
-            t.dtype in _LOW for t in (*unit.parameters(), *tensors((args, kwargs)))
-        )
-        limit = _LOW_LIMIT if low and nested else _LIMIT  # what is gathered by itself stays as it is
+        low = is_low(device_type, (*unit.parameters(), *tensors((args, kwargs))))
+        limit = LOW_LIMIT if low and nested else LIMIT  # what is gathered by itself stays as it is
         low = low and not nested
 
         def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -212,7 +203,7 @@ class WholeUnits:
         given = map_tensors(lambda t: leaf(t.clone(), t), (args, kwargs))
         with contextlib.ExitStack() as stack:
             # The hooks of activation checkpointing, which count what is saved, do not see this.
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(same, same))
             stack.enter_context(torch.set_grad_enabled(gradients))
             if low:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
@@ -307,21 +298,18 @@ class WholeUnits:
                 wanted = self._part(wanted)
             is_whole = place >= len(arguments) and not isinstance(ours[place], DTensor)
             fix = self._fix_of(name, names[place - len(arguments)]) if is_whole else ""
-            yield Compared(label, ours_whole, wanted, floor, _LIMIT, fix)
+            yield Compared(label, ours_whole, wanted, floor, LIMIT, fix)
 
     def _other_leaves(self, ends: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Leaves besides those that are known, down to which a backward pass has to run on all ranks."""
-        del ends, known
         return []
 
     def _fix_of(self, name: str, own: str) -> str:
         """The line to write if the gradient of a parameter differs."""
-        del name, own
         return ""
 
     def _fix_of_output(self, name: str, found: torch.Tensor, expected: torch.Tensor) -> str:
         """The line to write if an output differs."""
-        del name, found, expected
         return ""
 
 
@@ -422,13 +410,13 @@ class TensorUnits(WholeUnits):
         To the program goes no part, which it would take for the whole.
         """
         if isinstance(found, DTensor) or found.dim() != expected.dim():
-            return _same
+            return same
         if number == 0 and name in self._options.blocks:
             return self._part
         if number == 0 or not name:
-            return _same
+            return same
         dims = [dim for dim in range(found.dim()) if found.shape[dim] != expected.shape[dim]]
-        return partial(self._part, dim=dims[0]) if len(dims) == 1 else _same
+        return partial(self._part, dim=dims[0]) if len(dims) == 1 else same
 
     @override
     def _fix_of_output(self, name: str, found: torch.Tensor, expected: torch.Tensor) -> str:
@@ -462,12 +450,11 @@ class TensorUnits(WholeUnits):
         at = _first_float(given) if self._comes_split(name) else None
         if at is None or given[at] is not tensor or isinstance(tensor, DTensor):
             return full_tensor(tensor).clone()
-        parts = [torch.empty_like(tensor) for _ in range(self._mesh.size())]
-        dist.all_gather(parts, tensor.detach().contiguous(), group=self.group)
-        return torch.cat(parts, 1)
+        return torch.cat(gathered(tensor.detach().contiguous(), self.group), 1)
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def same(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself."""
     return tensor
 
 

@@ -8,7 +8,7 @@ the parameter continues from the anchor. With SGD of learning rate 1 that is the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.errors import ContractError, listed, type_error
 from weft.tensors.dtensor import local, resting_parameters
-from weft.tensors.messages import broadcast
+from weft.tensors.messages import add_up, broadcast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,8 @@ class LocalSteps:
         for name in names:
             anchor = self._anchors[name]
             anchor.grad = anchor.detach() - parameters[name].detach()
-        _average((local(self._anchors[name].grad) for name in names), self._group)  # type: ignore[arg-type]
+        if self._group is not None:
+            add_up((local(self._anchors[name].grad) for name in names), self._group, mean=True)  # type: ignore[arg-type]
         self._outer.step()
         for name in names:
             anchor = self._anchors[name]
@@ -190,7 +191,8 @@ class LocalSteps:
         """Give the parameters the mean over the ranks; returns what they were, for `put_back`."""
         parameters = self._parameters()
         before = {name: p.detach().clone() for name, p in parameters.items()}
-        _average((local(p.detach()) for p in parameters.values()), self._group)
+        if self._group is not None:
+            add_up((local(p.detach()) for p in parameters.values()), self._group, mean=True)
         self._is_averaged = True
         return before
 
@@ -315,21 +317,6 @@ def check_same_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -
             fix="optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)",
         )
     return trained
-
-
-def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Average tensors over the ranks of a group, in place; one message per dtype."""
-    together: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        together.setdefault(real.dtype, []).append(real)
-    for alike in together.values() if group is not None else ():
-        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        dist.all_reduce(flat, group=group)
-        flat /= dist.get_world_size(group)
-        parts = flat.split([tensor.numel() for tensor in alike])
-        for tensor, part in zip(alike, parts, strict=True):
-            tensor.copy_(part.view_as(tensor))
 
 
 def _check_named(parameters: Mapping[str, object], anchors: Mapping[str, object], every: int) -> None:

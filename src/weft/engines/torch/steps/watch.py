@@ -7,7 +7,6 @@ a rank that has not called the module is seen by a hook for all optimizers: the 
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,11 +18,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from weft import torch_internals
-from weft.engines.peers import Peers
+from weft.engines.peers import Peers, differing
 from weft.engines.torch.hooks.every_optimizer import after_every_step, before_every_step, optimizers_of
 from weft.engines.torch.parts.refuse_pickle import refuse_optimizer_file
 from weft.engines.torch.steps.swapped import replace_closure
 from weft.errors import ContractError, NotSynchronized, listed
+from weft.tensors.checksums import checksums
 from weft.tensors.dtensor import is_sharded, local
 from weft.version import TESTED_TORCH
 
@@ -308,18 +308,14 @@ def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], p
         NotSynchronized: On all ranks; a step would let their weights drift apart.
         PeerError: Another rank is in a backward pass.
     """
-    parameters = dict(named)
-    # Equal gradients have equal sums, to the bit; without a gradient there is another number.
-    sums = torch.stack([_sum(p.grad).cpu() for p in parameters.values()]).view(torch.int64).tolist()
-    digests = peers.meet("optimizer.step() without a backward pass", hashlib.sha256(repr(sums).encode()).hexdigest())
-    if len(set(digests)) == 1:
-        return
-    everyone = peers.meet("gradients that differ", sums)
-    differing = [name for name, *ours in zip(parameters, *everyone, strict=True) if len(set(ours)) > 1]
-    if differing:
+    gradients = {name: _values(p.grad) for name, p in named}
+    sums = iter(checksums(values for values in gradients.values() if values is not None))
+    mine = {name: None if values is None else next(sums) for name, values in gradients.items()}
+    wrong = differing(peers, "optimizer.step() without a backward pass", mine)
+    if wrong:
         raise NotSynchronized(
             f"{what}: a step on gradients that were not averaged over the ranks",
-            found=f"gradients that differ between ranks: {listed(differing)}; set by hand, by torch.autograd.grad, "
+            found=f"gradients that differ between ranks: {listed(wrong)}; set by hand, by torch.autograd.grad, "
             "or changed after a window was left early",
             expected="gradients that come from a backward pass, or are equal on all ranks",
             fix="loss.backward()  # or p.grad = weft.reduce(gradient, ctx, 'mean'); "
@@ -327,13 +323,11 @@ def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], p
         )
 
 
-def _sum(gradient: torch.Tensor | None) -> torch.Tensor:
+def _values(gradient: torch.Tensor | None) -> torch.Tensor | None:
     if gradient is None:
-        return torch.tensor(-0.0, dtype=torch.float64)
+        return None
     gradient = local(gradient.detach())
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    values = torch.view_as_real(values) if values.is_complex() else values
-    return values.double().sum() + 0.0
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def raise_step_inside(what: str, class_name: str) -> NoReturn:

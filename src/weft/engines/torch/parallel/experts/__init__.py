@@ -4,6 +4,6 @@ divided.py              which rank holds which experts, and everybody's again
 stacked.py              experts that are parts of stacked parameters
 listed.py               experts that are modules in a list
 expert_placeholders.py  what takes the place of listed experts while the module around them runs
-all_to_all.py           rows of tensors to the ranks they are for, and gradients back
+all_to_all.py           which rows of tensors go to which ranks
 local_losses.py         losses of routers over the batch of one rank, which are refused
 """

@@ -1,16 +1,14 @@
-"""Send rows of tensors to the ranks they are for; gradients come back the same way.
-
-All of the tensors go in one node of the graph, so that the messages of a backward pass have one order on all ranks,
-whatever is computed with the rows in between.
-"""
+"""Which rows of tensors go to which ranks of an axis."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from weft.engines.torch.parallel.exchange import exchanged
 from weft.errors import ContextError
 
 
@@ -49,7 +47,7 @@ class Line:
 
 
 class RowRoute(NamedTuple):
-    """How many rows go where.
+    """How many rows go where, for `exchanged`: one all-to-all per tensor.
 
     Attributes:
         group: Between whom.
@@ -65,40 +63,19 @@ class RowRoute(NamedTuple):
         """The way back."""
         return RowRoute(self.group, self.received, self.sent)
 
+    def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Send the rows of tensors [rows sent, ...]; gives [rows received, ...] of each."""
+        return [self._sent(tensor.contiguous()) for tensor in tensors]
 
-def send_rows(route: RowRoute, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Send the rows of tensors [rows sent, ...] on a route; gives [rows received, ...] of each.
+    def send_back(self, tracked: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Send the gradients of rows back."""
+        return exchanged(self.back(), gradients)
 
-    Collectives: one all-to-all per tensor; in backward one per tensor that requires a gradient. All ranks
-    of the group call it with as many tensors, and the same ones require a gradient.
-    """
-    received: tuple[torch.Tensor, ...] = _Send.apply(route, *tensors)  # type: ignore[no-untyped-call]
-    return received
-
-
-class _Send(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, route: RowRoute, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.route = route
-        outputs = tuple(_all_to_all(route, tensor) for tensor in tensors)
-        needed = ctx.needs_input_grad[1:]
-        ctx.mark_non_differentiable(*(out for out, one in zip(outputs, needed, strict=True) if not one))
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        needed = ctx.needs_input_grad[1:]
-        asked = [gradient for gradient, one in zip(gradients, needed, strict=True) if one]
-        back = iter(_Send.apply(ctx.route.back(), *asked))  # type: ignore[no-untyped-call]
-        return None, *(next(back) if one else None for one in needed)
-
-
-def _all_to_all(route: RowRoute, tensor: torch.Tensor) -> torch.Tensor:
-    # As bytes, which every backend knows; and contiguous: into other memory torch would write without an error.
-    sent = tensor.contiguous()
-    received = tensor.new_empty([sum(route.received), *tensor.shape[1:]])
-    dist.all_to_all_single(_as_bytes(received), _as_bytes(sent), route.received, route.sent, group=route.group)
-    return received
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        # As bytes, which every backend knows; and contiguous: into other memory torch would write without an error.
+        received = tensor.new_empty([sum(self.received), *tensor.shape[1:]])
+        dist.all_to_all_single(_as_bytes(received), _as_bytes(tensor), self.received, self.sent, group=self.group)
+        return received
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

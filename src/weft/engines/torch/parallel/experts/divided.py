@@ -8,7 +8,7 @@ axis: the all-to-all's backward has brought them. Numbers are those of one proce
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -43,6 +43,7 @@ class DividedExperts:
     """The experts of one module, of which each rank of an axis holds equally many, one after the other.
 
     Attributes:
+        owners: By parameter of an expert, by qualified name: the rank that has it; None: each has a part.
         probes: Measure that they compute what all experts on one rank would.
 
     Args:
@@ -58,25 +59,19 @@ class DividedExperts:
         self._module = weakref.ref(module)
         self._removable = Removable()
         self._line = Line(mesh.get_group())
-        held = {name: torch_internals.PARAMETERS.of(part) for name, part in packed.items()}
-        self._packed = {f"{name}.{own}" if name else own for name, parameters in held.items() for own in parameters}
-        self._owners = {name: _owners(module, name, self._line.size) for name in lists}
-        stacked = [p for parameters in held.values() for p in parameters.values() if p is not None]
-        single = [p for owners in self._owners.values() for expert in owners for p in expert.parameters()]
-        real = [p for p in (*stacked, *single) if not p.is_meta]
+        self.owners = _owners(module, packed, lists, self._line.size)
+        named = [(self.owners[n], p) for n, p in _named(module) if n in self.owners]
+        real = list(dict.fromkeys(p for _, p in named if not p.is_meta))
         if real:
             broadcast(real, self._line.group)
-        replace_parameters(module, {p: _cut(p, mesh) for p in stacked})
-        elsewhere = [e for owners in self._owners.values() for e, owner in owners.items() if owner != self._line.place]
-        replace_parameters(
-            module, {p: cast("nn.Parameter", empty_elsewhere(p)) for e in elsewhere for p in e.parameters()}
-        )
+        replace_parameters(module, {p: _cut(p, mesh) for owner, p in named if owner is None})
+        away = [p for owner, p in named if owner not in (None, self._line.place)]
+        replace_parameters(module, {p: cast("nn.Parameter", empty_elsewhere(p)) for p in away})
         units: dict[str, nn.Module] = dict(packed)
         self._removable.add(check_reads().release)
         refuse_states("expert_parallel", module, self._removable)
         self._gradients = gradients = PartGradients("expert_parallel", module)
         layers: dict[str, StackedExperts | ListedExperts] = {}
-        owners: dict[str, int | None] = dict.fromkeys(self._packed)
         routing = {called_around(module, name.rpartition(".")[0]) for name in packed}
         for name, part in packed.items():
             layers[name] = StackedExperts(name, part, self._line)
@@ -90,14 +85,9 @@ class DividedExperts:
             units[around], layers[around] = part, layer
             attach(part, self._removable, after=lambda *called: gradients.follow(called[2]))
             routing.add(around)
-            owners |= {
-                f"{name}.{number}.{rest}": number // (len(experts) // self._line.size)
-                for number, expert in enumerate(experts)
-                for rest, _ in expert.named_parameters()
-            }
-        rows = SplitRows({n: module.get_submodule(n) for n in sorted(routing)}, self._line.group, layers, owners)
+        rows = SplitRows({n: module.get_submodule(n) for n in sorted(routing)}, self._line.group, layers, self.owners)
         attach(module, self._removable, before=rows.note_rows, first=True)
-        self.probes: tuple[Probe, ...] = (ExpertUnits(units, self._line.group, layers, owners), rows)
+        self.probes: tuple[Probe, ...] = (ExpertUnits(units, self._line.group, layers, self.owners), rows)
         refuse_local_losses("expert_parallel", module, self._removable)
         refuse_torch_func("expert_parallel", module, self._removable)
         self._hooks: list[RemovableHandle] = []
@@ -107,7 +97,9 @@ class DividedExperts:
         """An optimizer steps, which no strategy may see: the ranks of the axis can have the same batches."""
         module = self._module()
         held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
-        if module is not None and any(id(module.get_parameter(name)) in held for name in self._packed):
+        if module is not None and any(
+            id(module.get_parameter(name)) in held for name, owner in self.owners.items() if owner is None
+        ):
             check_steps_on_shards("expert_parallel", optimizer)
             self._hooks += step_on_one_kind(optimizer)
 
@@ -124,18 +116,16 @@ class DividedExperts:
         for hook in self._hooks:
             hook.remove()
         if module is not None:
-            cut = [p for name, p in module.named_parameters() if name in self._packed]
-            replace_parameters(module, {p: unsharded_parameter(p, None) for p in cut if isinstance(p, DTensor)})
-            for owner in range(self._line.size if self._owners else 0):
+            cut = [p for n, p in _named(module) if self.owners.get(n, 0) is None and isinstance(p, DTensor)]
+            replace_parameters(module, {p: unsharded_parameter(p, None) for p in cut})
+            for owner in sorted({owner for owner in self.owners.values() if owner is not None}):
                 self._bring(module, owner)
         self.release()
 
     def _bring(self, module: nn.Module, owner: int) -> None:
         """Give every rank the listed experts of one."""
         own = owner == self._line.place
-        theirs = [
-            p for owners in self._owners.values() for e, o in owners.items() if o == owner for p in e.parameters()
-        ]
+        theirs = list(dict.fromkeys(p for n, p in _named(module) if self.owners.get(n) == owner))
         device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
         whole = {p: p if own else _like(p, device) for p in theirs}
         broadcast(list(whole.values()), self._line.group, owner)
@@ -143,10 +133,23 @@ class DividedExperts:
             replace_parameters(module, whole)
 
 
-def _owners(module: nn.Module, name: str, ranks: int) -> dict[nn.Module, int]:
-    """The rank that holds each expert of a list."""
-    experts: Any = module.get_submodule(name)
-    return {expert: number // (len(experts) // ranks) for number, expert in enumerate(experts)}
+def _owners(
+    module: nn.Module, packed: Mapping[str, nn.Module], lists: Sequence[str], ranks: int
+) -> dict[str, int | None]:
+    """By parameter of an expert: the rank that has it; None: each has a part."""
+    found: dict[str, int | None] = {}
+    for name, part in packed.items():
+        found |= dict.fromkeys(f"{name}.{own}".lstrip(".") for own in torch_internals.PARAMETERS.of(part))
+    for name in lists:
+        experts: Any = module.get_submodule(name)
+        for number, expert in enumerate(experts):
+            owner = number // (len(experts) // ranks)
+            found |= {f"{name}.{number}.{own}": owner for own, _ in _named(expert)}
+    return found
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return module.named_parameters(remove_duplicate=False)
 
 
 def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.torch.parallel.experts.all_to_all import Line, RowRoute, send_rows
+from weft.engines.torch.parallel.exchange import exchanged
+from weft.engines.torch.parallel.experts.all_to_all import Line, RowRoute
 from weft.engines.torch.parallel.experts.expert_placeholders import (
     DTYPES,
     Answering,
@@ -26,9 +27,10 @@ from weft.engines.torch.parallel.experts.expert_placeholders import (
     ExpertPlaceholder,
     Noting,
 )
+from weft.engines.torch.probes.no_trace import random_kept
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.messages import control_device
-from weft.tensors.nested import map_tensors, tensors
+from weft.tensors.nested import map_tensors
 
 
 class ListedExperts:
@@ -55,7 +57,7 @@ class ListedExperts:
         part: Any = self._part()
         experts = torch_internals.MODULES.of(part)[self._own]
         calls: list[ExpertCall] = []
-        with self._put_back(part, args, kwargs), self._stand_ins(part, experts, Noting(self.end_of, calls)):
+        with self._put_back(part), self._stand_ins(part, experts, Noting(self.end_of, calls)):
             call(*args, **kwargs)
         results, rows = self._compute(experts, calls)
         answers = Answering(self._name, calls, results, compares=not self._compared)
@@ -75,14 +77,12 @@ class ListedExperts:
             torch_internals.MODULES.of(part)[self._own] = experts
 
     @contextlib.contextmanager
-    def _put_back(self, part: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+    def _put_back(self, part: nn.Module) -> Iterator[None]:
         """Put buffers and random states back after the first run."""
         places = map(torch_internals.BUFFERS.of, part.modules())
         buffers = [(place, name, b) for place in places for name, b in place.items() if b is not None]
         values = [(buffer.clone(), torch_internals.VERSION.of(buffer)) for _, _, buffer in buffers]
-        devices = {t.device for t in (*tensors(args), *tensors(kwargs)) if t.device.type not in ("cpu", "meta")}
-        kind = next(iter(devices)).type if devices else "cuda"
-        with torch.random.fork_rng(devices=list(devices), device_type=kind):
+        with random_kept():
             yield
         with torch.no_grad():
             for (place, name, buffer), (value, version) in zip(buffers, values, strict=True):
@@ -119,8 +119,8 @@ class ListedExperts:
         mine = torch.cat(flat) if flat else torch.zeros(0, plan.width, dtype=plan.dtype, device=plan.device)
         if plan.tracked and not mine.requires_grad:
             mine = mine.requires_grad_()  # the peers wait for this rank's part of the backward pass
-        (rows,) = send_rows(plan.route, mine)
-        (back,) = send_rows(plan.route.back(), self._run(list(experts)[plan.held], rows, plan))
+        (rows,) = exchanged(plan.route, [mine])
+        (back,) = exchanged(plan.route.back(), [self._run(list(experts)[plan.held], rows, plan)])
         results: dict[int, torch.Tensor] = {}
         for index, part in zip(order, back.split([len(one) for one in flat]), strict=True):
             results[index] = part.view(*calls[index].rows.shape[:-1], *part.shape[1:])

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft import torch_internals
-from weft.engines.torch.parallel.experts.all_to_all import Line, RowRoute, send_rows
+from weft.engines.torch.parallel.exchange import exchanged
+from weft.engines.torch.parallel.experts.all_to_all import Line, RowRoute
 from weft.errors import value_error
 
 
@@ -48,10 +49,10 @@ class StackedExperts:
         route, chosen = self._exchange_counts(per_expert.view(-1, held), unknown, index)
         order = order[: sum(route.sent)]
         tokens = hidden[order // index.shape[-1]]
-        rows, weight = send_rows(route, tokens, weights.reshape(-1, 1)[order])
+        rows, weight = exchanged(route, [tokens, weights.reshape(-1, 1)[order]])
         with _held_alone(part, held):
             results = _never_empty(call, rows, chosen[:, None], weight)
-        (own,) = send_rows(route.back(), results)
+        (own,) = exchanged(route.back(), [results])
         # Row by row and then the sum over K: adding up by index has no fixed order on an accelerator.
         placed = own.new_zeros(index.numel(), own.shape[-1]).index_copy(0, order, own)
         return placed.view(*index.shape, -1).sum(1).to(hidden.dtype)
