@@ -29,6 +29,7 @@ from weft.engines.torch.fsdp.remove import replace_parameters, unsharded_paramet
 from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.engines.torch.hooks.function_transforms import refuse_torch_func
 from weft.engines.torch.hooks.method_hooks import attach
+from weft.engines.torch.parallel.between_blocks import BetweenBlocks
 from weft.engines.torch.parallel.part_sums import PartSums
 from weft.engines.torch.parallel.tensor_hooks import (
     added_hooks,
@@ -44,7 +45,6 @@ from weft.engines.torch.parts.cut_gradient import CutLayerGradient
 from weft.engines.torch.parts.dtensor_reads import check_reads
 from weft.engines.torch.parts.part_gradients import PartGradients
 from weft.engines.torch.parts.refuse_pickle import refuse_states
-from weft.engines.torch.probes.between_blocks import BetweenBlocks
 from weft.engines.torch.probes.no_trace import is_measured
 from weft.engines.torch.probes.whole_unit import TensorUnits
 from weft.engines.torch.reducing.strategy import Strategy

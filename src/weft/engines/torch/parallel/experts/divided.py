@@ -27,10 +27,10 @@ from weft.engines.torch.parallel.experts.all_to_all import Line
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.local_losses import refuse_local_losses
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
+from weft.engines.torch.parallel.experts.whole_experts import ExpertUnits, SplitRows
 from weft.engines.torch.parts.dtensor_reads import check_reads
 from weft.engines.torch.parts.part_gradients import PartGradients
 from weft.engines.torch.parts.refuse_pickle import refuse_states
-from weft.engines.torch.probes.whole_experts import ExpertUnits, SplitRows
 from weft.engines.torch.probes.whole_unit import called_around
 from weft.engines.torch.steps.full_params import check_steps_on_shards
 from weft.engines.torch.steps.one_kind import step_on_one_kind
