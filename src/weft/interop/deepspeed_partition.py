@@ -14,7 +14,7 @@ from weft.checks import check_choice, check_count
 from weft.context import DistContext
 from weft.context.placement import check_place, place_module
 from weft.context.sub_contexts import mesh_along
-from weft.contract import agree_on_parameters, check_methods, check_plain_module, offered, reduce_dtype
+from weft.contract import agree_on_parameters, check_methods, check_plain_module, layouts, offered, reduce_dtype
 from weft.engines.deepspeed.build import check_config, partition
 from weft.engines.deepspeed.ds_config import Facts, complete, read
 from weft.engines.deepspeed.library import check_accelerator, deepspeed, load_async_io
@@ -59,7 +59,7 @@ def zero_partition(
     _check_options(unused, buffers, units, bucket_bytes)
     _check_trained(module, optimizer)
     places = _places(offload, stage)
-    axes = sharding_axes("zero_partition", module, ctx, axis)
+    axes = sharding_axes("zero_partition", module, layouts(module, ctx), ctx, axis)
     sub = ctx.on([name for together in axes for name in together])
     deepspeed()
     check_accelerator(ctx.device)
@@ -89,7 +89,7 @@ def zero_partition(
     ctx.require_collective("zero_partition")
     assert sub.group is not None
     check_config(completed, sub.group, ctx.local_rank)
-    check_optimizers("zero_partition", module, ctx, (optimizer,))
+    check_optimizers("zero_partition", module, (optimizer,))
     if any(place != "cpu" for place in places.values()):
         _load_async_io(ctx)
     on_meta = stage == 3 and is_meta(module)
@@ -119,7 +119,7 @@ def zero_partition(
         buffers=buffers == "broadcast",
         local_rank=ctx.local_rank,
         make_real=None if source is None else source.make_real,
-        moved=lambda: exchange_parameters(module, ctx, old, (optimizer,)),
+        moved=lambda: exchange_parameters(module, old, (optimizer,)),
         peers=Ledger(sub.world, "zero_partition"),
     )
     mesh = None if ctx.mesh is None or not axes else mesh_along(ctx, axes[-1:])

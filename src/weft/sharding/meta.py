@@ -17,7 +17,8 @@ from weft import torch_internals
 from weft.context import DistContext
 from weft.context.placement import value_device
 from weft.errors import listed, value_error
-from weft.peers.agreement import disagree
+from weft.peers.agreement import disagree, exchange
+from weft.peers.world import World
 from weft.tensors.remote_parameter import is_elsewhere
 
 Weights = Mapping[str, torch.Tensor]
@@ -27,6 +28,11 @@ WeightSource = Weights | Callable[[], Weights] | Literal["later"] | None
 def is_meta(module: nn.Module) -> bool:
     """Whether a parameter or buffer has no values yet."""
     return any(t.is_meta and not is_elsewhere(t) for t in (*module.parameters(), *module.buffers()))
+
+
+def is_anywhere(what: str, on_meta: bool, world: World) -> bool:
+    """Whether the module of some rank is on meta: the first may bring a real one. Collectives: a meeting."""
+    return any(entry["meta"] for entry in exchange(world, f"{what}: meta", {"meta": on_meta}))
 
 
 def place_real(module: nn.Module, ctx: DistContext) -> None:

@@ -139,13 +139,13 @@ def pipeline(
     if ranks == 1:
         if on_meta:
             Source("pipeline", module, ctx, ctx.on(_others(ctx, axis)), weights).make_real(module)
-            exchange_parameters(module, ctx, old, optimizers)
+            exchange_parameters(module, old, optimizers)
         else:
             place_module("pipeline", module, ctx)
         return module, ctx if loss is None else ctx.offering(WithLoss(module, loss))
     if not on_meta:
         check_place("pipeline", module, ctx)
-    check_optimizers("pipeline", module, ctx, optimizers)
+    check_optimizers("pipeline", module, optimizers)
     ctx.require_collective("pipeline")
     line = ctx.on(axis)
     facts = {"stages": plan.stages, "micro_batches": micro_batches, "schedule": schedule, "axis": axis, "meta": on_meta}
@@ -153,7 +153,7 @@ def pipeline(
     source = Source("pipeline", module, ctx, ctx.on(_others(ctx, axis)), weights) if on_meta else None
     tensors = StageTensors(module, ctx, axis, plan, owners(schedule, ranks, number))
     tensors.keep(source)
-    exchange_parameters(module, ctx, old, optimizers)
+    exchange_parameters(module, old, optimizers)
     forget_state(module, optimizers)
     assert line.group is not None
     from weft.engines.torch.pipeline.pipelined import PipelinedModule  # noqa: PLC0415  (half a second of imports in torch)

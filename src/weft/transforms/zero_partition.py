@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,23 +15,19 @@ from weft.checks import check_choice, check_module, check_optimizer
 from weft.context import DistContext
 from weft.context.placement import apply_layout, place_module
 from weft.context.sub_contexts import mesh_along
-from weft.contract import Phase, agree_on_parameters, check_methods, check_strategy_module, reduce_dtype, transform
+from weft.contract import Phase, check_methods, check_strategy_module, layouts, reduce_dtype, transform
 from weft.contract.layout import apart_axes
 from weft.contract.select_modules import Selection
 from weft.engines.options import Offload, ReduceOptions, ShardOptions, StepMeshes
 from weft.engines.results import Undoable
 from weft.engines.torch.reducing.buckets import sparse_gradients
-from weft.engines.torch.reducing.trained import check_hooks
 from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContractError, OrderError, listed, value_error
-from weft.peers.ledger import Ledger
 from weft.sharding import (
-    broadcast_state,
     check_divides_state,
     check_owners,
-    facts_of,
     groups_of,
-    reductions,
+    reduce_module,
     shard_module,
     sharding_axes,
     step_by_owners,
@@ -171,7 +166,8 @@ def zero_partition(
         )
         return module, optimizer, ctx if partitioned is None else ctx.offering(partitioned)
     _check_for_deepspeed_alone(stage, offload, config)
-    axes = sharding_axes("zero_partition", module, ctx, axis)
+    found = layouts(module, ctx)
+    axes = sharding_axes("zero_partition", module, found, ctx, axis)
     if stage > 1:
         shard_options = ShardOptions(
             reshard_after_forward=stage == 3,
@@ -181,7 +177,9 @@ def zero_partition(
             offload=offload == "cpu",
             strategy="zero_partition",
         )
-        sharded = shard_module("zero_partition", module, ctx, axes, shard_options, rebind=(optimizer,), units=units)
+        sharded = shard_module(
+            "zero_partition", module, found, ctx, axes, shard_options, rebind=(optimizer,), units=units
+        )
         if sharded is None:
             return module, optimizer, ctx
         return module, optimizer, ctx.offering(sharded, *_step(module, optimizer, ctx, None, by=by))
@@ -193,7 +191,7 @@ def zero_partition(
             fix=_CALL,
         )
     flat = [name for together in axes for name in together]
-    check_strategy_module("zero_partition", module, ctx, flat)
+    check_strategy_module("zero_partition", module, found, flat)
     check_methods("zero_partition", module, methods)
     options = ReduceOptions(
         bucket_bytes=bucket_bytes,
@@ -203,27 +201,13 @@ def zero_partition(
         dtype=reduce_dtype(module),
         strategy="zero_partition",
     )
-    sub = ctx.on(flat)
-    if sub.world_size == 1:
+    if ctx.on(flat).world_size == 1:
         place_module("zero_partition", module, ctx)
         layout = apply_layout(module, ctx, flat, "state")
         return module, optimizer, ctx if layout is None else ctx.offering(layout)
-    ctx.require_collective("zero_partition")
-    check_hooks("zero_partition", type(module).__name__, module.named_parameters())
-    facts = {
-        "stage": stage,
-        "axes": list(map(list, axes)),
-        **options.facts(),
-        "optimizer": groups_of(module, [optimizer]),
-        **facts_of(module, ctx),
-    }
-    agree_on_parameters("zero_partition", module, ctx, facts)
-    place_module("zero_partition", module, ctx)
-    assert sub.group is not None
-    broadcast_state(module, ctx, flat)
-    options = replace(options, apart=reductions(module, ctx, flat))
-    reducer = ctx.engine.reduce_gradients(module, sub.group, options, Ledger(sub.world, "zero_partition"))
-    others = step_meshes(module, ctx, axes[-1:])
+    facts = {"stage": stage, "axes": list(map(list, axes)), "optimizer": groups_of(module, [optimizer])}
+    reducer = reduce_module(module, found, ctx, flat, options, facts)
+    others = step_meshes(module, found, ctx, axes[-1:])
     step = _step(module, optimizer, ctx, mesh_along(ctx, axes[-1:]), others, by=by)
     return module, optimizer, ctx.offering(reducer, *step)
 

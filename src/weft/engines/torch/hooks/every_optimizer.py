@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -87,3 +87,13 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimi
         if issubclass(type(obj), torch.optim.Optimizer)
         and any(id(p) in wanted for entry in getattr(obj, "param_groups", ()) for p in entry["params"])
     ]
+
+
+def optimizers_besides(
+    known: Iterable[torch.optim.Optimizer], parameters: Collection[torch.Tensor]
+) -> list[torch.optim.Optimizer]:
+    """Find the living optimizers that hold one of these parameters and are not known."""
+    ids = {id(one) for one in known}
+    if any(id(one) not in ids for one in optimizers_of(parameters)):
+        gc.collect()  # some may have been dropped, in a cycle
+    return [one for one in optimizers_of(parameters) if id(one) not in ids]
