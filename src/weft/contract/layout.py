@@ -75,8 +75,8 @@ def gradient_axes(module: nn.Module, ctx: DistContext) -> tuple[str, ...]:
     walked, key = _walked.get(), (id(module), id(ctx))
     if walked is not None and key in walked:
         return walked[key]
-    more = {axis for part in module.modules() for offer in offered(part, ReducesOver) for axis in offer.axes}
     apart = apart_axes(module)
+    more = {axis for part in module.modules() for offer in offered(part, ReducesOver) for axis in offer.axes}
     found = tuple(name for name, _ in ctx.axes if (name in ctx.data_axes or name in more) and name not in apart)
     if walked is not None:
         walked[key] = found

@@ -15,6 +15,7 @@ from weft.context import DistContext
 from weft.context.placement import check_place, place_module
 from weft.context.sub_contexts import mesh_along
 from weft.contract import agree_on_parameters, check_methods, check_plain_module, layouts, offered, reduce_dtype
+from weft.contract.layout import apart_axes
 from weft.engines.deepspeed.build import check_config, partition
 from weft.engines.deepspeed.ds_config import Facts, complete, read
 from weft.engines.deepspeed.library import check_accelerator, deepspeed, load_async_io
@@ -36,6 +37,7 @@ def zero_partition(
     ctx: DistContext,
     *,
     stage: int,
+    by: str,
     axis: str | Sequence[str] | None,
     units: object,
     unused: str,
@@ -53,6 +55,20 @@ def zero_partition(
     Raises:
         ContextError: Something is to be offloaded, and there is no process group.
     """
+    if by == "owner":
+        raise value_error(
+            "zero_partition: DeepSpeed steps on all parameters of a group together",
+            found="by='owner' with engine='deepspeed'",
+            expected="engine='torch' with it",
+            fix='weft.zero_partition(model, optimizer, ctx, stage=2, by="owner")',
+        )
+    if apart := apart_axes(module):
+        raise OrderError(
+            "zero_partition: DeepSpeed averages over all ranks, of which local_steps lets some step apart",
+            found=f"local_steps along {listed(map(repr, apart))}",
+            expected="the other engine with local_steps",
+            fix='weft.zero_partition(model, optimizer, ctx, stage=2, engine="torch")',
+        )
     check_not_pretended('zero_partition(engine="deepspeed")', ctx.world.group, 'engine="torch"  # the same stage')
     check_plain_module("zero_partition", module)
     check_methods("zero_partition", module, methods)

@@ -20,7 +20,7 @@ from weft.sharding.layers.tensor_layers import cut_layers
 from weft.sharding.layers.tensor_plan import TensorPlan, tensor_plan
 from weft.sharding.layouts_over_axes import broadcast_state, step_meshes
 from weft.sharding.meta import WeightSource
-from weft.sharding.owner_step import check_divides_state, check_owners, step_by_owners
+from weft.sharding.owner_step import check_who_steps, step_in_parts
 from weft.sharding.per_rank_dtensor import stacked_over
 from weft.sharding.reduce_module import reduce_module
 from weft.sharding.shard_checks import check_optimizers, groups_of, optimizers_in
@@ -30,9 +30,8 @@ __all__ = [
     "TensorPlan",
     "WeightSource",
     "broadcast_state",
-    "check_divides_state",
     "check_optimizers",
-    "check_owners",
+    "check_who_steps",
     "cut_layers",
     "exchange_parameters",
     "groups_of",
@@ -41,7 +40,7 @@ __all__ = [
     "shard_module",
     "sharding_axes",
     "stacked_over",
-    "step_by_owners",
+    "step_in_parts",
     "step_meshes",
     "tensor_plan",
 ]

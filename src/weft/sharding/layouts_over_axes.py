@@ -20,7 +20,6 @@ from weft.context.sub_contexts import mesh_along, mesh_view
 from weft.contract import Layout
 from weft.engines.options import Reduction, StepMeshes
 from weft.tensors.blocks import as_dtensor
-from weft.tensors.dtensor import is_sharded
 from weft.tensors.remote_parameter import is_elsewhere
 
 Layouts = Mapping[str, Layout]  # of a module: `layouts(module, ctx)`, which a transform asks once
@@ -124,10 +123,11 @@ def put_on_our_mesh(
     specs: dict[str, object] = {}
     new: dict[Any, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
-        if not is_sharded(parameter) or is_elsewhere(parameter) or name in besides:
+        if not found[name].mesh or is_elsewhere(parameter) or name in besides:
             continue
         placed: Any = parameter
-        mesh = _part_of_view(ctx, found[name], dims_of(found[name], ctx, dims), placed.device_mesh)
+        own = dims_of(found[name], ctx, dims)
+        mesh = _part_of_view(ctx, found[name], own, placed.device_mesh)
         made = as_dtensor(placed.detach().to_local(), mesh, placed.placements, placed.shape, placed.stride())
         new[parameter] = nn.Parameter(made, requires_grad=parameter.requires_grad)
         specs[name] = torch_internals.DTENSOR_SPEC.of(placed)
@@ -141,9 +141,9 @@ def step_meshes(module: nn.Module, found: Layouts, ctx: DistContext, dims: Dims)
     others = other_dims(found, ctx, dims)
     for name, parameter in module.named_parameters():
         placed: Any = parameter
-        if name in others or is_sharded(parameter):
+        if name in others or found[name].mesh:
             own = dims_of(found[name], ctx, dims)
-            cut = _part_of_view(ctx, found[name], own, placed.device_mesh) if is_sharded(parameter) else None
+            cut = _part_of_view(ctx, found[name], own, placed.device_mesh) if found[name].mesh else None
             meshes[parameter] = (mesh_along(ctx, own) if own else None, cut)
     return meshes
 

@@ -25,14 +25,18 @@ from weft.tensors.dtensor import is_sharded, local
 from weft.tensors.remote_parameter import is_elsewhere
 
 
-def check_owners(what: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raise if parameters of an optimizer cannot have owners, or need none.
+def check_who_steps(what: str, optimizer: torch.optim.Optimizer, by: str) -> None:
+    """Raise if an optimizer cannot step "all" ranks together, or by the "owner" of each parameter.
 
     Raises:
-        ValueError: It steps on single elements.
-        OrderError: Ranks step apart, or have parameters that others have not.
-        ContractError: It changes parameters outside of `step`.
+        ValueError: Owners, and it steps on single elements.
+        OrderError: Owners, and ranks step apart, or have parameters that others have not.
+        ContractError: Owners, and it changes parameters outside of `step`; or all, and its state can be neither cut
+            nor sent, as that of torchao, in tensors of its own classes.
     """
+    if by == "all":
+        _check_divides_state(what, optimizer)
+        return
     kind = type(optimizer).__name__
     parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
     if is_elementwise(optimizer):
@@ -60,12 +64,7 @@ def check_owners(what: str, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_divides_state(what: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the state of an optimizer can be neither cut nor sent, so that it has to stay with one rank.
-
-    Raises:
-        ContractError: It is one of torchao, whose state is tensors of its own classes.
-    """
+def _check_divides_state(what: str, optimizer: torch.optim.Optimizer) -> None:
     if is_of(type(optimizer), "torchao"):
         raise ContractError(
             f"{what}: the state of {type(optimizer).__name__} cannot be divided among ranks",
@@ -77,8 +76,7 @@ def check_divides_state(what: str, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext) -> Undoable:
-    """Let it step on whole parameters, each on its owner; see `check_owners`."""
+def _step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext) -> Undoable:
     check_ranks_send(
         "gather_step: by='owner'",
         ctx,
@@ -97,9 +95,10 @@ def step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext) -> Undoab
     return OwnerStep(optimizer, world.group, blocks_of(parameters, ctx), share)
 
 
-def step_on_parts(
+def step_in_parts(
     optimizer: torch.optim.Optimizer,
     ctx: DistContext,
+    by: str,
     elementwise: bool,
     mesh: DeviceMesh | None = None,
     others: StepMeshes | None = None,
@@ -109,10 +108,13 @@ def step_on_parts(
     Args:
         optimizer: Over them.
         ctx: Its context.
+        by: "owner": on whole parameters, each on its owner; see `check_who_steps`.
         elementwise: It steps on what this rank holds, else on whole parameters, one after the other.
         mesh: Over which the rows of whole parameters, and their state, are divided; None: they are not.
         others: The meshes of parameters that are sharded over other axes.
     """
+    if by == "owner":
+        return (_step_by_owners(optimizer, ctx),)
     if isinstance(ctx.engine, Spmd):
         return ()
     from weft.engines.torch.steps.full_params import WholeStep  # noqa: PLC0415  (half a second of imports in torch)

@@ -133,8 +133,8 @@ def shard_module(
             options,
             make_real=None if source is None else source.make_real,
             apart=reductions(found, ctx, flat, options.ignored),
-            other_meshes={unit: OtherMesh(mesh_along(ctx, dims[unit]), sub.world_size) for unit in sorted(dims)},
             specs=put_on_our_mesh(module, found, ctx, axes, options.ignored),
+            other_meshes={unit: OtherMesh(mesh_along(ctx, dims[unit]), sub.world_size) for unit in sorted(dims)},
         )
         sharded = ctx.engine.shard(module, mesh_along(ctx, axes), sub.group, options, Ledger(sub.world, what))
     else:

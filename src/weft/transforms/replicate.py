@@ -14,7 +14,6 @@ from torch import nn
 
 from weft.checks import check_module
 from weft.context import DistContext
-from weft.context.placement import apply_layout, place_module
 from weft.contract import (
     Layout,
     Phase,
@@ -136,18 +135,13 @@ def replicate(
         stacked = partial(stacked_over, ctx=ctx, axis=wide[0])
         compress = PowerSgdHook(compress, sub.rank, sub.world_size, stacked)
     kept: list[object] = [compress] if isinstance(compress, Stateful) else []  # for checkpoints
-    if sub.world_size == 1:
-        place_module("replicate", module, ctx)
-        if ctx.replicas is not None:
-            return module, ctx.offering(ReplicaAverage(module, ctx.replicas, options, alone=True))
-        layout = apply_layout(module, ctx, [name for name, _ in sub.axes], "no")
-        return module, ctx.offering(*kept) if layout is None else ctx.offering(layout)
-    if flat:
+    if flat and sub.world_size > 1:
         _check_flat(module, found, names)
     options = replace(options, compress=compress)
-    ctx = ctx.offering(reduce_module(module, found, ctx, names, options, {"compress": wire}), *kept)
+    reduced = reduce_module(module, found, ctx, names, options, {"compress": wire})
+    ctx = ctx.offering(*kept) if reduced is None else ctx.offering(reduced, *kept)
     if ctx.replicas is not None:
-        ctx = ctx.offering(ReplicaAverage(module, ctx.replicas, options, alone=False))
+        ctx = ctx.offering(ReplicaAverage(module, ctx.replicas, options, alone=reduced is None))
     return module, ctx
 
 
