@@ -22,6 +22,7 @@ from weft.engines.deepspeed.library import check_accelerator, deepspeed, load_as
 from weft.engines.deepspeed.partition import Partition, PartitionOptions
 from weft.engines.options import Offload
 from weft.engines.torch.amp.loss_scale import LossScale
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.ledger import Ledger
@@ -168,7 +169,7 @@ def _check_options(unused: str, buffers: str, units: object, bucket_bytes: int) 
 
 def _check_trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise if DeepSpeed would train the parameters otherwise than torch."""
-    held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
+    held = set(map(id, parameters_of(optimizer)))
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     left_out = [name for name, p in trained.items() if id(p) not in held]
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in trained.values()})

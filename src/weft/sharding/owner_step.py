@@ -18,6 +18,7 @@ from weft.contract.layout import axes_of_dims
 from weft.engines import Spmd
 from weft.engines.options import StepMeshes
 from weft.engines.results import Undoable
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContractError, OrderError, value_error
 from weft.tensors.blocks import Block, block_at
@@ -38,7 +39,7 @@ def check_who_steps(what: str, optimizer: torch.optim.Optimizer, by: str) -> Non
         _check_divides_state(what, optimizer)
         return
     kind = type(optimizer).__name__
-    parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
+    parameters = parameters_of(optimizer)
     if is_elementwise(optimizer):
         raise value_error(
             f"{what}: by='owner' has no effect on {kind}, which steps on shards as they are",
@@ -83,7 +84,7 @@ def _step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext) -> Undoa
         "an engine whose ranks send tensors to each other",
         fix="optimizer, ctx = weft.gather_step(optimizer, ctx)",
     )
-    parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
+    parameters = parameters_of(optimizer)
     world = ctx.require_collective("gather_step")
     assert world.group is not None
 

@@ -11,7 +11,7 @@ from torch import nn
 from weft import torch_internals
 from weft.context import DistContext
 from weft.contract import check_quantized_weights
-from weft.engines.torch.hooks.every_optimizer import optimizers_besides
+from weft.engines.torch.hooks.every_optimizer import optimizers_besides, parameters_of
 from weft.engines.torch.reducing.buckets import sparse_gradients
 from weft.errors import OrderError, listed, type_error, value_error
 from weft.sharding.layouts_over_axes import Dims, Layouts
@@ -164,7 +164,7 @@ def check_optimizers(what: str, module: nn.Module, rebind: Sequence[torch.optim.
         ValueError: One in `rebind` holds none of them.
     """
     held = {id(p) for p in module.parameters()}
-    strangers = [one for one in rebind if not any(id(p) in held for entry in one.param_groups for p in entry["params"])]
+    strangers = [one for one in rebind if not any(id(p) in held for p in parameters_of(one))]
     if strangers:
         raise value_error(
             f"{what}: {len(strangers)} optimizer(s) in rebind hold no parameter of {type(module).__name__}",

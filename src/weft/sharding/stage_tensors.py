@@ -16,7 +16,7 @@ from weft.collectives import broadcast
 from weft.context import DistContext
 from weft.context.placement import place_module
 from weft.contract import Layout, gradient_axes
-from weft.engines.torch.hooks.every_optimizer import optimizers_of
+from weft.engines.torch.hooks.every_optimizer import optimizers_of, parameters_of
 from weft.sharding.meta import Source
 from weft.sharding.stages import PipelinePlan, stage_of
 from weft.tensors.blocks import full_tensor
@@ -155,7 +155,7 @@ def bring_state(module: nn.Module, owner_of: Callable[[str], int | None], line: 
         for one in optimizers_of(list(module.parameters()))
     }
     for _, optimizer in sorted(found.items()):
-        for parameter in [p for entry in optimizer.param_groups for p in entry["params"] if id(p) in named]:
+        for parameter in [p for p in parameters_of(optimizer) if id(p) in named]:
             owner = owner_of(named[id(parameter)])
             if owner is None:
                 continue

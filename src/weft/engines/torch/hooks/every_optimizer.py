@@ -78,6 +78,11 @@ def after_every_step(owner: T, run: Run[T]) -> StepHook[T]:
     return StepHook(owner, run, register_optimizer_step_post_hook)
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters in all groups of an optimizer, in order."""
+    return [p for entry in optimizer.param_groups for p in entry["params"]]
+
+
 def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
     """Find the living optimizers that hold one of these parameters."""
     wanted = {id(p) for p in parameters}

@@ -16,7 +16,7 @@ from torch import nn
 
 from weft import torch_internals
 from weft.engines.torch.hooks.backward_session import after_callbacks
-from weft.engines.torch.hooks.every_optimizer import before_every_step
+from weft.engines.torch.hooks.every_optimizer import before_every_step, parameters_of
 from weft.engines.torch.parts.refuse_pickle import refuse_optimizer_file
 from weft.tensors.nested import tensors
 from weft.tensors.remote_parameter import Elsewhere
@@ -71,7 +71,7 @@ class PartGradients:
     def _hide(self, optimizer: torch.optim.Optimizer) -> None:
         module = self._module()
         ours = set() if module is None else set(map(id, module.parameters()))
-        held = [p for entry in optimizer.param_groups for p in entry["params"] if id(p) in ours]
+        held = [p for p in parameters_of(optimizer) if id(p) in ours]
         there = [p for p in held if isinstance(p, Elsewhere)]
         cut = [p.grad for p in held if self._cut is not None and isinstance(p.grad, self._cut)]
         for p in there:

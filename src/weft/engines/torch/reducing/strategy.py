@@ -12,6 +12,7 @@ from torch import nn
 
 from weft.engines.options import StrategyOptions
 from weft.engines.peers import Peers
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.hooks.first_steps import FirstSteps
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
@@ -90,7 +91,7 @@ class Strategy:
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer cannot step on shards, or would come to other numbers."""
-        if any(is_sharded(p) for entry in optimizer.param_groups for p in entry["params"]):
+        if any(is_sharded(p) for p in parameters_of(optimizer)):
             from weft.engines.torch.steps import full_params  # noqa: PLC0415  (DTensors are there)
 
             full_params.check_steps_on_shards(self._what, optimizer)
