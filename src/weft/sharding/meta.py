@@ -15,7 +15,7 @@ from torch import nn
 
 from weft import torch_internals
 from weft.context import DistContext
-from weft.context.placement import value_device
+from weft.context.placement import place_module, value_device
 from weft.errors import listed, value_error
 from weft.peers.agreement import disagree, exchange
 from weft.peers.world import World
@@ -33,6 +33,38 @@ def is_meta(module: nn.Module) -> bool:
 def is_anywhere(what: str, on_meta: bool, world: World) -> bool:
     """Whether the module of some rank is on meta: the first may bring a real one. Collectives: a meeting."""
     return any(entry["meta"] for entry in exchange(world, f"{what}: meta", {"meta": on_meta}))
+
+
+def with_values(
+    what: str, module: nn.Module, ctx: DistContext, line: DistContext, weights: WeightSource, *, on_meta: bool
+) -> Source | None:
+    """Bring a module to the device of a context, with values; with "later", what is on meta stays there.
+
+    Args:
+        what: Name of the transform, for errors.
+        module: To be cut over `line`.
+        ctx: The current context.
+        line: The ranks that get the same values, from the first of them.
+        weights: State for a module on meta.
+        on_meta: The module of one of the ranks is; see `is_anywhere`.
+
+    Returns:
+        What makes the parts of the module real, one after the other, where several ranks have it on meta; else None.
+
+    Raises:
+        ValueError: The module lies on another device; or see `Source`.
+    """
+    if weights == "later":
+        place_real(module, ctx)
+        return None
+    if on_meta:
+        source = Source(what, module, ctx, line, weights)
+        if line.world_size > 1:
+            return source
+        source.make_real(module)
+        source.forget()
+    place_module(what, module, ctx)
+    return None
 
 
 def place_real(module: nn.Module, ctx: DistContext) -> None:

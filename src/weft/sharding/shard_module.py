@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.context.placement import apply_layout, place_module
+from weft.context.placement import apply_layout
 from weft.context.sub_contexts import mesh_along
 from weft.contract import (
     agree_on_parameters,
@@ -33,7 +33,7 @@ from weft.sharding.layouts_over_axes import (
     put_on_our_mesh,
     reductions,
 )
-from weft.sharding.meta import Source, WeightSource, is_anywhere, is_meta, place_real
+from weft.sharding.meta import WeightSource, is_anywhere, is_meta, with_values
 from weft.sharding.shard_checks import (
     check_drawn,
     check_optimizers,
@@ -116,15 +116,10 @@ def shard_module(
         on_meta = is_anywhere(what, on_meta, world)
     if on_meta and not later:
         check_drawn(what, found)
-    source = Source(what, module, ctx, sub, weights) if on_meta and not later else None
     old = dict(module.named_parameters())
-    if source is None:
-        if later:
-            place_real(module, ctx)
-        else:
-            place_module(what, module, ctx)
-        if sub.group is not None:
-            broadcast_state(module, found, ctx, flat)
+    source = with_values(what, module, ctx, sub, weights, on_meta=on_meta)
+    if source is None and sub.group is not None:
+        broadcast_state(module, found, ctx, flat)
     sharded: Any = None
     if sub.world_size > 1:
         assert sub.group is not None
@@ -138,10 +133,6 @@ def shard_module(
         )
         sharded = ctx.engine.shard(module, mesh_along(ctx, axes), sub.group, options, Ledger(sub.world, what))
     else:
-        if source is not None:
-            source.make_real(module)
-            source.forget()
-            place_module(what, module, ctx)
         sharded = apply_layout(module, ctx, flat, "all")
     exchange_parameters(module, old, rebind)
     return sharded

@@ -11,7 +11,6 @@ from torch import nn
 
 from weft.checks import check_module, check_not_lazy, check_torch
 from weft.context import DistContext
-from weft.context.placement import place_module
 from weft.contract import agree_on_parameters, check_quantized_weights, layouts
 from weft.engines import Spmd
 from weft.engines.options import TensorOptions
@@ -29,7 +28,7 @@ from weft.sharding.layers.tensor_checks import (
 )
 from weft.sharding.layers.tensor_plan import blocks_around, tensor_plan
 from weft.sharding.layouts_over_axes import broadcast_state
-from weft.sharding.meta import Source, WeightSource, is_anywhere, is_meta, place_real
+from weft.sharding.meta import WeightSource, is_anywhere, is_meta, with_values
 from weft.sharding.shard_checks import check_optimizers, check_weights, groups_of
 from weft.sharding.shard_module import exchange_parameters
 
@@ -89,16 +88,8 @@ def cut_layers(
         agree_on_parameters(_WHAT, module, ctx, facts)
         on_meta = is_anywhere(_WHAT, on_meta, ctx.require_collective(_WHAT))
     line = ctx.on(ctx.axes[0][0] if ctx.world_size == 1 else axis)
-    source = Source(_WHAT, module, ctx, line, weights) if on_meta and not later else None
     old = dict(module.named_parameters())
-    if source is None:
-        if later:
-            place_real(module, ctx)
-        else:
-            place_module(_WHAT, module, ctx)
-    elif ranks == 1:
-        source.make_real(module)
-        source.forget()
+    source = with_values(_WHAT, module, ctx, line, weights, on_meta=on_meta)
     cut: TensorParallel | None = None
     if ranks > 1:
         assert line.group is not None

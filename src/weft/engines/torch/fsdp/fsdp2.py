@@ -41,14 +41,13 @@ from weft.engines.torch.fsdp.remove import remove_fsdp
 from weft.engines.torch.fsdp.trained import Trained
 from weft.engines.torch.fsdp.units import Units, called_as_forward
 from weft.engines.torch.fsdp.unused import Unused, watch_reductions
-from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
+from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward, when_entered
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.parameter_reads import explain_read
 from weft.engines.torch.parts.dtensor_reads import check_reads
 from weft.engines.torch.reducing.separate_reduction import ReducedApart
 from weft.engines.torch.reducing.strategy import Strategy
 from weft.tensors.dtensor import spec_of, state_of
-from weft.tensors.nested import tensors
 
 
 class ShardedModule(Strategy):
@@ -176,7 +175,7 @@ class ShardedModule(Strategy):
             self._order.tear()
             self._units.start_anew(module)
         elif torch.is_grad_enabled():
-            _watch_backward(output, self._entrance)
+            when_entered(output, self._entrance)
             if self._buffers is not None:
                 self._buffers.watch(output)
         else:
@@ -271,13 +270,6 @@ class ShardedModule(Strategy):
             self._raise_in_window()
         if self._held.pending and self._held.settle():
             self._reduce_now("a step after a window that was left early")
-
-
-def _watch_backward(output: Any, entrance: Callable[[torch.Tensor], None]) -> None:
-    """Learn when backward comes back through this output."""
-    for tensor in tensors(output):
-        if tensor.requires_grad:
-            tensor.register_hook(entrance)
 
 
 def _entrance(flag: bytearray, owner: weakref.ref[ShardedModule]) -> Callable[..., None]:
