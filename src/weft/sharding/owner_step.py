@@ -93,7 +93,7 @@ def _step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext) -> Undoa
 
     from weft.engines.torch.steps.by_owner import OwnerStep  # noqa: PLC0415  (half a second of imports in torch)
 
-    return OwnerStep(optimizer, world.group, blocks_of(parameters, ctx), share)
+    return OwnerStep(optimizer, world.group, _blocks_of_ranks(parameters, ctx), share)
 
 
 def step_in_parts(
@@ -124,7 +124,7 @@ def step_in_parts(
     return ((PartitionedStep if elementwise else WholeStep)(optimizer, mesh, others or {}),)
 
 
-def blocks_of(parameters: Iterable[torch.Tensor], ctx: DistContext) -> list[tuple[Block, ...]]:
+def _blocks_of_ranks(parameters: Iterable[torch.Tensor], ctx: DistContext) -> list[tuple[Block, ...]]:
     """The block of each parameter on each rank of a context.
 
     Raises:

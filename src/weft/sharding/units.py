@@ -52,10 +52,10 @@ def plan_units(
         ValueError: A choice chooses nothing, or a part without forward.
         ContractError: Parameters of one part are to be sharded over different axes.
     """
-    whole = ignored_in(what, module, ignored, [name for name, own in others.items() if not own])
-    units = units_of(what, module, chosen, parts_apart(what, module, others, whole))
+    whole = _ignored_in(what, module, ignored, [name for name, own in others.items() if not own])
+    units = _units_of(what, module, chosen, _parts_apart(what, module, others, whole))
     number = {id(part): place for place, unit in enumerate((*units, (module,))) for part in unit}
-    owner = owner_units(module, [part for unit in units for part in unit])
+    owner = _owner_units(module, [part for unit in units for part in unit])
     found: dict[int, int] = {}  # units of parameters, by id
     names = {}
     for name, part in module.named_modules():
@@ -70,8 +70,8 @@ def plan_units(
     )
 
 
-def units_of(
-    what: str, module: nn.Module, chosen: Selection | None, own: Sequence[nn.Module] = ()
+def _units_of(
+    what: str, module: nn.Module, chosen: Selection | None, own: Sequence[nn.Module]
 ) -> tuple[tuple[nn.Module, ...], ...]:
     """The units, inner ones first; modules that share parameters are one unit.
 
@@ -104,7 +104,7 @@ def units_of(
     parts = [part for part in parts if id(part) not in read and any(True for _ in part.parameters())]
     order = {id(part): place for place, part in enumerate(module.modules())}
     while True:
-        owner = owner_units(module, parts)
+        owner = _owner_units(module, parts)
         root = id(module)
         shared = [set(owners) for owners in _sharers(module, owner).values() if len(set(owners)) > 1]
         # What is shared with the module's own unit, or between nested ones, goes one unit up.
@@ -118,7 +118,9 @@ def units_of(
         parts = [part for part in parts if id(part) not in lost]
 
 
-def parts_apart(what: str, module: nn.Module, kinds: Mapping[str, object], besides: Collection[str]) -> list[nn.Module]:
+def _parts_apart(
+    what: str, module: nn.Module, kinds: Mapping[str, object], besides: Collection[str]
+) -> list[nn.Module]:
     """The outermost parts all of whose parameters are of one kind besides None, so that each can be a unit.
 
     Args:
@@ -207,7 +209,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def owner_units(module: nn.Module, parts: Sequence[nn.Module]) -> dict[int, int]:
+def _owner_units(module: nn.Module, parts: Sequence[nn.Module]) -> dict[int, int]:
     """The innermost unit around each module, by id."""
     chosen = {id(part) for part in parts}
     owner: dict[int, int] = {}
@@ -233,7 +235,7 @@ def _sharers(module: nn.Module, owner: Mapping[int, int]) -> dict[int, list[int]
     return holders
 
 
-def ignored_in(what: str, module: nn.Module, chosen: Selection | None, more: Collection[str] = ()) -> tuple[str, ...]:
+def _ignored_in(what: str, module: nn.Module, chosen: Selection | None, more: Collection[str]) -> tuple[str, ...]:
     """Names of the parameters that FSDP2 leaves alone: those asked for, some more, and what it cannot cut.
 
     That are single numbers, parameters without elements, and before torch 2.13 also integers.

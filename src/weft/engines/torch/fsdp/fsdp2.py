@@ -38,7 +38,7 @@ from weft.engines.torch.fsdp.refusals import (
     refuse_parts,
 )
 from weft.engines.torch.fsdp.remove import remove_fsdp
-from weft.engines.torch.fsdp.trained import Trained
+from weft.engines.torch.fsdp.trained import TrainedShards
 from weft.engines.torch.fsdp.units import Units, called_as_forward
 from weft.engines.torch.fsdp.unused import Unused, watch_reductions
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward, when_entered
@@ -73,7 +73,7 @@ class ShardedModule(Strategy):
         self._unused = Unused(mesh.device_type)
         how = {name: options.apart.get(name, Reduction(group, self.mean_over)) for name in options.ignored}
         apart = ReducedApart(how, options.dtype)
-        self._trained = Trained(self._what, module, self._units, apart, lambda: self._entrance)
+        self._trained = TrainedShards(self._what, module, self._units, apart, lambda: self._entrance)
         refuse_parts(self._what, module, self._units.ids, options.methods, self._refused)
         self._order = watch_order(self._what, module, list(self._units.groups()), group, peers, mesh.device_type)
         watch_reductions(self._units.groups(), self._unused, self._entrance)

@@ -18,7 +18,7 @@ from weft.engines.torch.steps.watch import Steps
 from weft.tensors.remote_parameter import is_elsewhere
 
 
-class Trained:
+class TrainedShards:
     """Such parameters.
 
     Attributes:

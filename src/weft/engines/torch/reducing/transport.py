@@ -177,24 +177,9 @@ class Transport:
 
     def _make_channel(self, module: nn.Module, order: list[list[int]] | None = None) -> Channel:
         assert self._group is not None
-        options, parameters = self._options, list(self._named.values())
-        find_unused = options.unused == "zero"
-        if options.at_end:
-            keeps_values = options.flat
-            return FlatBuffer(
-                parameters, self._group, find_unused=find_unused, dtype=options.dtype, keeps_values=keeps_values
-            )
-        return Buckets(
-            module,
-            list(self._named),
-            parameters,
-            self._group,
-            bucket_bytes=options.bucket_bytes,
-            find_unused=find_unused,
-            dtype=options.dtype,
-            compress=options.compress,
-            order=order,
-        )
+        if self._options.at_end:
+            return FlatBuffer(list(self._named.values()), self._group, self._options)
+        return Buckets(module, self._named, self._group, self._options, order)
 
 
 def _through_one_node(output: Any) -> Any:
@@ -205,11 +190,11 @@ def _through_one_node(output: Any) -> Any:
     needing = [t for t in tensors(output) if t.requires_grad]
     if not needing:
         return output
-    passed = dict(zip(map(id, needing), _Pass.apply(*needing), strict=True))  # type: ignore[no-untyped-call]
+    passed = dict(zip(map(id, needing), _OneNode.apply(*needing), strict=True))  # type: ignore[no-untyped-call]
     return map_tensors(lambda tensor: passed.get(id(tensor), tensor), output)
 
 
-class _Pass(torch.autograd.Function):
+class _OneNode(torch.autograd.Function):
     """The identity, as one node for many tensors."""
 
     @staticmethod
