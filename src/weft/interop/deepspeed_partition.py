@@ -28,7 +28,7 @@ from weft.errors import ContextError, ContractError, OrderError, listed, value_e
 from weft.peers.ledger import Ledger
 from weft.peers.pretended import check_not_pretended
 from weft.sharding import check_optimizers, exchange_parameters, groups_of, sharding_axes
-from weft.sharding.meta import Source, is_meta
+from weft.sharding.meta import Materializer, is_meta
 from weft.tensors.remote_parameter import is_elsewhere
 
 
@@ -55,6 +55,8 @@ def zero_partition(
 
     Raises:
         ContextError: Something is to be offloaded, and there is no process group.
+        OrderError: `local_steps` was applied before.
+        ValueError: An option that DeepSpeed does not have.
     """
     if by == "owner":
         raise value_error(
@@ -125,7 +127,7 @@ def zero_partition(
     }
     agree_on_parameters("zero_partition", module, ctx, agreed)
     old = dict(module.named_parameters())
-    source = Source("zero_partition", module, ctx, sub, None) if on_meta else None
+    source = Materializer("zero_partition", module, ctx, sub, None) if on_meta else None
     if source is None:
         place_module("zero_partition", module, ctx)
         ctx.engine.broadcast_state([*module.parameters(), *module.buffers()], sub.group)

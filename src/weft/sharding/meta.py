@@ -37,7 +37,7 @@ def is_anywhere(what: str, on_meta: bool, world: World) -> bool:
 
 def with_values(
     what: str, module: nn.Module, ctx: DistContext, line: DistContext, weights: WeightSource, *, on_meta: bool
-) -> Source | None:
+) -> Materializer | None:
     """Bring a module to the device of a context, with values; with "later", what is on meta stays there.
 
     Args:
@@ -52,13 +52,13 @@ def with_values(
         What makes the parts of the module real, one after the other, where several ranks have it on meta; else None.
 
     Raises:
-        ValueError: The module lies on another device; or see `Source`.
+        ValueError: The module lies on another device; or see `Materializer`.
     """
     if weights == "later":
         place_real(module, ctx)
         return None
     if on_meta:
-        source = Source(what, module, ctx, line, weights)
+        source = Materializer(what, module, ctx, line, weights)
         if line.world_size > 1:
             return source
         source.make_real(module)
@@ -75,7 +75,7 @@ def place_real(module: nn.Module, ctx: DistContext) -> None:
             tensor.data = tensor.data.to(device)
 
 
-class Source:
+class Materializer:
     """Makes the parts of a module on meta real, with weights read on the first rank or drawn.
 
     Raises:

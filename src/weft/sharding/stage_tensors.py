@@ -17,7 +17,7 @@ from weft.context import DistContext
 from weft.context.placement import place_module
 from weft.contract import Layout, gradient_axes
 from weft.engines.torch.hooks.every_optimizer import optimizers_of, parameters_of
-from weft.sharding.meta import Source
+from weft.sharding.meta import Materializer
 from weft.sharding.stages import PipelinePlan, stage_of
 from weft.tensors.blocks import full_tensor
 from weft.tensors.dtensor import local
@@ -49,7 +49,7 @@ class StageTensors:
             return None
         return Layout(owner=((self._axis, owner),), reduce_over=gradient_axes(module, self._ctx))
 
-    def keep(self, source: Source | None) -> None:
+    def keep(self, source: Materializer | None) -> None:
         """Keep the stages of this rank, with the values of the first one; leave no memory for the others.
 
         Args:

@@ -37,7 +37,7 @@ Kind = tuple[torch.device, torch.dtype]
 _LOW = (torch.float16, torch.bfloat16)
 
 
-class Place(NamedTuple):
+class Holding(NamedTuple):
     """Who holds gradients of one kind.
 
     Attributes:
@@ -76,9 +76,9 @@ class Gradients:
             pieces = self._collect(parameters)
         self._pieces = {place: _by_kind(tensors) for place, tensors in pieces.items()}
 
-    def _collect(self, parameters: Iterable[torch.Tensor]) -> dict[Place, list[torch.Tensor]]:
+    def _collect(self, parameters: Iterable[torch.Tensor]) -> dict[Holding, list[torch.Tensor]]:
         whole: list[torch.Tensor] = []
-        pieces: dict[Place, list[torch.Tensor]] = {Place(): whole}
+        pieces: dict[Holding, list[torch.Tensor]] = {Holding(): whole}
         layouts: dict[tuple[int, object, torch.dtype, Ranks], list[torch.Tensor]] = {}
         # Who has a DTensor has imported it; an empty tuple is the type of nothing.
         dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
@@ -91,19 +91,19 @@ class Gradients:
             if is_elsewhere(p):
                 continue
             if isinstance(gradient, CutGradient):
-                pieces.setdefault(Place(self._ranks_of(gradient), line), []).append(gradient.piece())
+                pieces.setdefault(Holding(self._ranks_of(gradient), line), []).append(gradient.piece())
                 self._dtype = torch.promote_types(self._dtype, gradient.dtype.to_real())
                 continue
             layout = gradient if is_sharded(gradient) else p
             if not is_sharded(layout):
                 if gradient is not None:
-                    same = pieces.setdefault(Place((), line), []) if line else whole
+                    same = pieces.setdefault(Holding((), line), []) if line else whole
                     same.append(gradient if gradient.layout is torch.strided else _values(p, gradient))
                 continue
             # Also for a parameter without gradient: the other ranks may have one and wait for our number.
             key = (id(layout.device_mesh), layout.placements, layout.dtype, line)
             if key not in layouts:
-                layouts[key] = pieces.setdefault(Place(self._cut_of(layout), line), [])
+                layouts[key] = pieces.setdefault(Holding(self._cut_of(layout), line), [])
                 self._dtype = torch.promote_types(self._dtype, layout.dtype.to_real())
             if gradient is not None:
                 # Without grad mode no detach is needed, which is ten times the work on a DTensor.
@@ -161,7 +161,7 @@ class Gradients:
 
     def _combined(self, p: float, everyone: Ranks | None) -> torch.Tensor:
         norms = {place: _norm(kinds, p, self._device) for place, kinds in self._pieces.items()}
-        whole = norms.pop(Place())
+        whole = norms.pop(Holding())
         if not norms and not self._lines:
             return whole
         # Sums of powers need more bits than their root; mps has no more.
