@@ -26,8 +26,7 @@ from weft.engines.torch.compute.activation_checkpoint import (
     no_cached_casts,
     offloaded,
 )
-from weft.engines.torch.hooks.compiled_calls import CompiledCall
-from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.hooks.method_hooks import CompiledCall, Removable, attach
 from weft.errors import listed, value_error
 
 

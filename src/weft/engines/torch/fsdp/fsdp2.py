@@ -26,7 +26,6 @@ from typing_extensions import override
 from weft import torch_internals
 from weft.engines.options import Reduction, ShardOptions
 from weft.engines.peers import Peers
-from weft.engines.torch.amp.graph_walk import running_backward
 from weft.engines.torch.fsdp.gather_order import watch_order
 from weft.engines.torch.fsdp.own_parameters import OwnParameters
 from weft.engines.torch.fsdp.pending_gradients import HeldGradients
@@ -42,6 +41,7 @@ from weft.engines.torch.fsdp.trained import TrainedShards
 from weft.engines.torch.fsdp.units import Units, called_as_forward
 from weft.engines.torch.fsdp.unused import Unused, watch_reductions
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward, when_entered
+from weft.engines.torch.hooks.graph_walk import running_backward
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.parameter_reads import explain_read
 from weft.engines.torch.parts.dtensor_reads import check_reads
@@ -156,7 +156,7 @@ class ShardedModule(Strategy):
         super()._before(module, args, kwargs)
         if torch.is_grad_enabled() and self._group is not None and not self._calls:
             self._trained.look(module, self._peers)
-            self._trained.look_for_optimizers(self._steps)
+            self._look_for_optimizers()
         if not self._calls:
             self._units.begin_call(module)
         self._calls.append(self._order.begin_forward())
@@ -198,6 +198,10 @@ class ShardedModule(Strategy):
         if enabled != self.enabled:
             self.enabled = enabled
             self._units.synchronize(enabled=enabled)
+
+    @torch_internals.untraced
+    def _look_for_optimizers(self) -> None:
+        self._steps.look(self._trained.first(), lambda: self._trained.named().values())
 
     # -- one backward pass -----------------------------------------------------------------------
 
@@ -242,7 +246,7 @@ class ShardedModule(Strategy):
 
     def _reduce_now(self, what: str) -> None:
         """Reduce what the units hold, as the end of a backward pass does."""
-        self._trained.look_for_optimizers(self._steps)  # no rank may have called the module yet
+        self._look_for_optimizers()  # no rank may have called the module yet
         if any(self._peers.meet(what, self._held.pending)):
             module: Any = self._module()
             finish = torch_internals.STATE_LAST.of(state_of(module))

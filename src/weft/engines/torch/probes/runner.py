@@ -26,9 +26,8 @@ from torch.func import functional_call
 from weft import torch_internals
 from weft.engines.peers import Peers
 from weft.engines.probes import Compared, OnlyInParts, Probe, ProbeMode, Schedule, WatchingProbe
-from weft.engines.torch.hooks.compiled_calls import already_compiled
 from weft.engines.torch.hooks.function_transforms import in_torch_func
-from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
+from weft.engines.torch.hooks.method_hooks import Removable, already_compiled, attach, route_calls
 from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, difference, differing_ranks, largest_over, returned
 from weft.engines.torch.probes.no_trace import copied, is_measured, measured, no_trace, zeros_filled
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks

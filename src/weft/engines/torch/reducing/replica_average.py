@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from weft import torch_internals
 from weft.engines.options import StrategyOptions
 from weft.engines.peers import Replicas
-from weft.engines.torch.amp.graph_walk import running_backward
 from weft.engines.torch.hooks.backward_session import BackwardSession, when_entered
+from weft.engines.torch.hooks.graph_walk import running_backward
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.engines.torch.reducing.flat_buffer import FlatPiece
 from weft.engines.torch.reducing.strategy import unused_error

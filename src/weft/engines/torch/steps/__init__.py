@@ -19,6 +19,6 @@ state_layout.py  where state lies between steps
 2. skip: `SkippingStep`, whose transform comes before strategies.
 3. swap: `StepsOnOthers` of a strategy, of which there is one; `step_on_one_kind` moves its own behind all others.
 4. the step of the class.
-5. put back: the same hooks; then those of the program, which see an optimizer as it is between steps.
+5. put back: the same hooks; those of the program that come after see an optimizer as it is between steps.
 6. exchange: `LocalSteps` moves itself behind all others.
 """
