@@ -9,7 +9,7 @@ layouts_over_axes.py  parameters that lie along other axes, or whose gradients a
 stages.py             the stages of a pipeline: which layers come one after the other
 stage_tensors.py      which rank of a pipeline keeps which parameters
 per_rank_dtensor.py   tensors that differ between ranks, as one with a dimension more
-owner_step.py         steps on whole parameters, each on the rank that owns it
+owner_step.py         who steps on what: all ranks on what they hold, or an owner on each parameter
 shard_module.py       all of it in its order, and the engine
 reduce_module.py      the same for gradients that are averaged
 find_experts.py       experts that can be divided among ranks

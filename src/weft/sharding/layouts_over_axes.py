@@ -20,6 +20,7 @@ from weft.context.sub_contexts import mesh_along, mesh_view
 from weft.contract import Layout
 from weft.engines.options import Reduction, StepMeshes
 from weft.tensors.blocks import as_dtensor
+from weft.tensors.dtensor import replace_parameters
 from weft.tensors.remote_parameter import is_elsewhere
 
 Layouts = Mapping[str, Layout]  # of a module: `layouts(module, ctx)`, which a transform asks once
@@ -118,8 +119,6 @@ def put_on_our_mesh(
     Returns:
         Mesh and placements that each has had, by name.
     """
-    from weft.engines.torch.fsdp.remove import replace_parameters  # noqa: PLC0415  (half a second of imports in torch)
-
     specs: dict[str, object] = {}
     new: dict[Any, nn.Parameter] = {}
     for name, parameter in module.named_parameters():

@@ -1,4 +1,7 @@
-"""Steps on whole parameters by owners: which block of each parameter every rank holds, told without a collective."""
+"""Who steps on what: all ranks on what they hold, or the owner of each parameter on all of it.
+
+Which block of a parameter every rank holds is told without a collective.
+"""
 
 from __future__ import annotations
 

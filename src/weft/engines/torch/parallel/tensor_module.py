@@ -25,7 +25,6 @@ from weft import torch_internals
 from weft.engines.options import TensorOptions
 from weft.engines.peers import Peers
 from weft.engines.probes import Probe
-from weft.engines.torch.fsdp.remove import replace_parameters, unsharded_parameter
 from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.engines.torch.hooks.function_transforms import refuse_torch_func
 from weft.engines.torch.hooks.method_hooks import attach
@@ -49,6 +48,8 @@ from weft.engines.torch.probes.no_trace import is_measured
 from weft.engines.torch.probes.whole_unit import TensorUnits
 from weft.engines.torch.reducing.strategy import Strategy
 from weft.errors import ContractError, listed
+from weft.tensors.blocks import unsharded_parameter
+from weft.tensors.dtensor import replace_parameters
 from weft.tensors.nested import tensors
 
 
