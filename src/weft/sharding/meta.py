@@ -30,7 +30,7 @@ def is_meta(module: nn.Module) -> bool:
     return any(t.is_meta and not is_elsewhere(t) for t in (*module.parameters(), *module.buffers()))
 
 
-def is_anywhere(what: str, on_meta: bool, world: World) -> bool:
+def on_meta_anywhere(what: str, on_meta: bool, world: World) -> bool:
     """Whether the module of some rank is on meta: the first may bring a real one. Collectives: a meeting."""
     return any(entry["meta"] for entry in exchange(world, f"{what}: meta", {"meta": on_meta}))
 
@@ -46,7 +46,7 @@ def with_values(
         ctx: The current context.
         line: The ranks that get the same values, from the first of them.
         weights: State for a module on meta.
-        on_meta: The module of one of the ranks is; see `is_anywhere`.
+        on_meta: The module of one of the ranks is; see `on_meta_anywhere`.
 
     Returns:
         What makes the parts of the module real, one after the other, where several ranks have it on meta; else None.

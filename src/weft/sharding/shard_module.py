@@ -33,7 +33,7 @@ from weft.sharding.layouts_over_axes import (
     put_on_our_mesh,
     reductions,
 )
-from weft.sharding.meta import WeightSource, is_anywhere, is_meta, with_values
+from weft.sharding.meta import WeightSource, is_meta, on_meta_anywhere, with_values
 from weft.sharding.shard_checks import (
     check_drawn,
     check_optimizers,
@@ -113,7 +113,7 @@ def shard_module(
         }
         world = ctx.require_collective(what)
         agree_on_parameters(what, module, ctx, facts)
-        on_meta = is_anywhere(what, on_meta, world)
+        on_meta = on_meta_anywhere(what, on_meta, world)
     if on_meta and not later:
         check_drawn(what, found)
     old = dict(module.named_parameters())

@@ -28,7 +28,7 @@ from weft.sharding.layers.tensor_checks import (
 )
 from weft.sharding.layers.tensor_plan import blocks_around, tensor_plan
 from weft.sharding.layouts_over_axes import broadcast_state
-from weft.sharding.meta import WeightSource, is_anywhere, is_meta, with_values
+from weft.sharding.meta import WeightSource, is_meta, on_meta_anywhere, with_values
 from weft.sharding.shard_checks import check_optimizers, check_weights, groups_of
 from weft.sharding.shard_module import exchange_parameters
 
@@ -86,7 +86,7 @@ def cut_layers(
     facts["rebind"] = groups_of(module, rebind)
     if ctx.world_size > 1:
         agree_on_parameters(_WHAT, module, ctx, facts)
-        on_meta = is_anywhere(_WHAT, on_meta, ctx.require_collective(_WHAT))
+        on_meta = on_meta_anywhere(_WHAT, on_meta, ctx.require_collective(_WHAT))
     line = ctx.on(ctx.axes[0][0] if ctx.world_size == 1 else axis)
     old = dict(module.named_parameters())
     source = with_values(_WHAT, module, ctx, line, weights, on_meta=on_meta)
