@@ -68,7 +68,7 @@ class PartGradients:
     def _hide(self, optimizer: torch.optim.Optimizer) -> None:
         module = self._module()
         ours = set() if module is None else set(map(id, module.parameters()))
-        held = [p for p in parameters_of(optimizer) if id(p) in ours]
+        held: list[Any] = [p for p in parameters_of(optimizer) if id(p) in ours]
         there = [p for p in held if isinstance(p, Elsewhere)]
         cut = [p.grad for p in held if self._cut is not None and isinstance(p.grad, self._cut)]
         for p in there:
