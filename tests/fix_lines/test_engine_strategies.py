@@ -110,7 +110,7 @@ def test_a_streamed_part_is_trained_or_exported(tmp_path):
 
 def test_a_plan_for_a_device_that_is_not_there(tmp_path):
     plain, _, _, path = _streamed(tmp_path, nn.Sequential)
-    with told("engines/torch/streaming/stream.py", "is not available") as it:
+    with told("engines/torch/device/choose.py", "is not available") as it:
         weft.place(_meta(nn.Sequential), weft.local(), {"cuda:7": None}, weights=path)
     plan = eval(it.fix, {"weft": weft, "model": plain})
     model, _ = weft.place(_meta(nn.Sequential), weft.local(), plan, weights=path)
@@ -364,7 +364,7 @@ class _TwoHeads(nn.Module):
 def test_unused_parameters_in_an_elastic_job():
     ctx = replace(weft.local(), replicas=_Replicas())
     first, _ = weft.replicate(_TwoHeads(), ctx)
-    with told("engines/torch/reducing/replica_average.py", "got no gradient") as it:
+    with told("engines/torch/reducing/strategy.py", "got no gradient") as it:
         first(X).sum().backward()
     assert it.fix.startswith('weft.replicate(..., unused="zero"), or requires_grad_(False) on them; on all of _Two')
     zero, _ = weft.replicate(_TwoHeads(), ctx, unused="zero")

@@ -304,7 +304,11 @@ def test_partitions_of_something_else():
 def test_partitions_with_options_of_another_engine():
     deepspeed = {"by": "owner", "engine": "deepspeed"}
     for mistake, make, options in (
-        (told("transforms/zero_partition.py", "steps on all parameters of a group"), torch.optim.Adafactor, deepspeed),
+        (
+            told("interop/deepspeed_partition.py", "steps on all parameters of a group"),
+            torch.optim.Adafactor,
+            deepspeed,
+        ),
         (told("transforms/zero_partition.py", "does not support this in stage"), torch.optim.SGD, {"offload": "/disk"}),
         (
             told("transforms/zero_partition.py", "does not support this in stage"),
@@ -322,6 +326,6 @@ def test_partitions_with_options_of_another_engine():
         optimizer.step()
     model = Net()
     model, optimizer, ctx = weft.local_steps(model, sgd(model), weft.local(), every=4)
-    with told("transforms/zero_partition.py", "lets some step apart") as it:
+    with told("interop/deepspeed_partition.py", "lets some step apart") as it:
         weft.zero_partition(model, optimizer, ctx, stage=2, engine="deepspeed")
     it.run(model=model, optimizer=optimizer, ctx=ctx)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import weft
 from tests.variants import slow
 from weft import Precision
-from weft.engines.torch.amp.graph_walk import running_backward
+from weft.engines.torch.hooks.graph_walk import running_backward
 from weft.precision import LossScaling
 from weft.tensors.blocks import full_tensor
 from weft.testing import largest_difference, run_ranks

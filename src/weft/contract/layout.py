@@ -42,7 +42,7 @@ def layouts(module: nn.Module, ctx: DistContext) -> dict[str, Layout]:
     Example:
         >>> import weft
         >>> layouts(nn.Linear(2, 2, bias=False), weft.local())
-        {'weight': Layout(cut=(), owner=(), reduce_over=('data',))}
+        {'weight': Layout(cut=(), owner=(), reduce_over=('data',), mesh=())}
     """
     default = gradient_axes(module, ctx)
     names = [name for name, _ in module.named_parameters()]
@@ -75,8 +75,8 @@ def gradient_axes(module: nn.Module, ctx: DistContext) -> tuple[str, ...]:
     walked, key = _walked.get(), (id(module), id(ctx))
     if walked is not None and key in walked:
         return walked[key]
-    more = {axis for part in module.modules() for offer in offered(part, ReducesOver) for axis in offer.axes}
     apart = apart_axes(module)
+    more = {axis for part in module.modules() for offer in offered(part, ReducesOver) for axis in offer.axes}
     found = tuple(name for name, _ in ctx.axes if (name in ctx.data_axes or name in more) and name not in apart)
     if walked is not None:
         walked[key] = found
@@ -188,8 +188,10 @@ def _layout(
 ) -> Layout:
     given = list(given)
     cut = {axis for layout in given for axis in layout.cut}
+    mesh: tuple[tuple[str, ...], ...] = ()
     if is_sharded(parameter):
-        dims = zip(parameter.placements, axes_of_dims(parameter.device_mesh, ctx), strict=True)
+        mesh = tuple(axes_of_dims(parameter.device_mesh, ctx))
+        dims = zip(parameter.placements, mesh, strict=True)
         cut |= {axis for placement, axes in dims if not placement.is_replicate() for axis in axes}
     added = {axis for layout in given for axis in layout.reduce_over if axis not in default}
     kept = {axis for axis in default if all(axis in layout.reduce_over for layout in given)}
@@ -197,6 +199,7 @@ def _layout(
         cut=tuple(axis for axis, _ in ctx.axes if axis in cut),
         owner=tuple(dict.fromkeys(owner for layout in given for owner in layout.owner)),
         reduce_over=tuple(axis for axis, _ in ctx.axes if axis in added or axis in kept),
+        mesh=mesh,
     )
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from weft.checks import check_module, check_not_lazy
 from weft.context import DistContext
-from weft.contract.layout import apart_axes, axes_of_dims, gradient_axes, layouts
+from weft.contract.layout import apart_axes, gradient_axes
 from weft.contract.marks import marks_of, offered
-from weft.contract.protocols import KeepsParameters, ReducesIn, StreamsParts
+from weft.contract.protocols import KeepsParameters, Layout, ReducesIn, StreamsParts
 from weft.engines.torch.reducing.trained import is_reduced
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.agreement import compare, differing_facts, exchange
@@ -189,7 +188,7 @@ def check_plain_module(what: str, module: nn.Module) -> None:
         )
 
 
-def check_strategy_module(what: str, module: nn.Module, ctx: DistContext, names: Sequence[str]) -> None:
+def check_strategy_module(what: str, module: nn.Module, found: Mapping[str, Layout], names: Sequence[str]) -> None:
     """Check that no parameter of a module lies along the axes of a strategy already.
 
     Parameters may be DTensors over other axes, as `parallelize_module` makes them; and over one of `names`, if their
@@ -198,12 +197,11 @@ def check_strategy_module(what: str, module: nn.Module, ctx: DistContext, names:
     Args:
         what: Name of the strategy.
         module: What it is applied to.
-        ctx: The current context.
+        found: Where its parameters lie: `layouts(module, ctx)`.
         names: Its axes.
 
     Raises:
         AlreadyApplied: One is sharded over an axis of the strategy, or replicated; or torch reduces the gradients.
-        ContractError: One lies over ranks that are no axis of `ctx`.
         TypeError: Not a module.
         ValueError: A parameter has no shape yet, or weights are quantized in a way that the strategy cannot take.
     """
@@ -211,13 +209,12 @@ def check_strategy_module(what: str, module: nn.Module, ctx: DistContext, names:
     check_quantized_weights(
         what, module, {"torchao": "numbers in tensors of its own, which cannot be sent or compared"}
     )
-    found = layouts(module, ctx)
-    taken: dict[str, str] = {}
-    for name, parameter in module.named_parameters():
-        placed: Any = parameter
-        for axes in axes_of_dims(placed.device_mesh, ctx) if is_sharded(parameter) else ():
-            if any(axis in names and axis in found[name].reduce_over for axis in axes):
-                taken[name] = " and ".join(map(repr, axes))
+    taken = {
+        name: " and ".join(map(repr, axes))
+        for name, one in found.items()
+        for axes in one.mesh
+        if any(axis in names and axis in one.reduce_over for axis in axes)
+    }
     if taken:
         raise AlreadyApplied(
             f"{what}: parameters of {type(module).__name__} are DTensors over {listed(dict.fromkeys(taken.values()))}",

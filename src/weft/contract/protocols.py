@@ -131,11 +131,13 @@ class Layout(NamedTuple):
             under its own name.
         reduce_over: Axes over which its gradient is summed. It is then divided by `mean_over` of the strategy, which
             is the same number for all parameters.
+        mesh: Of a DTensor: the axes along each dimension of its mesh; `layouts` fills it in.
     """
 
     cut: tuple[str, ...] = ()
     owner: tuple[tuple[str, int], ...] = ()
     reduce_over: tuple[str, ...] = ()
+    mesh: tuple[tuple[str, ...], ...] = ()
 
 
 @runtime_checkable

@@ -14,19 +14,21 @@ from weft.checks import check_choice, check_count
 from weft.context import DistContext
 from weft.context.placement import check_place, place_module
 from weft.context.sub_contexts import mesh_along
-from weft.contract import agree_on_parameters, check_methods, check_plain_module, offered, reduce_dtype
+from weft.contract import agree_on_parameters, check_methods, check_plain_module, layouts, offered, reduce_dtype
+from weft.contract.layout import apart_axes
 from weft.engines.deepspeed.build import check_config, partition
 from weft.engines.deepspeed.ds_config import Facts, complete, read
 from weft.engines.deepspeed.library import check_accelerator, deepspeed, load_async_io
 from weft.engines.deepspeed.partition import Partition, PartitionOptions
 from weft.engines.options import Offload
 from weft.engines.torch.amp.loss_scale import LossScale
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.ledger import Ledger
 from weft.peers.pretended import check_not_pretended
 from weft.sharding import check_optimizers, exchange_parameters, groups_of, sharding_axes
-from weft.sharding.meta import MetaWeights, is_meta
+from weft.sharding.meta import Materializer, is_meta
 from weft.tensors.remote_parameter import is_elsewhere
 
 
@@ -36,6 +38,7 @@ def zero_partition(
     ctx: DistContext,
     *,
     stage: int,
+    by: str,
     axis: str | Sequence[str] | None,
     units: object,
     unused: str,
@@ -52,14 +55,30 @@ def zero_partition(
 
     Raises:
         ContextError: Something is to be offloaded, and there is no process group.
+        OrderError: `local_steps` was applied before.
+        ValueError: An option that DeepSpeed does not have.
     """
+    if by == "owner":
+        raise value_error(
+            "zero_partition: DeepSpeed steps on all parameters of a group together",
+            found="by='owner' with engine='deepspeed'",
+            expected="engine='torch' with it",
+            fix='weft.zero_partition(model, optimizer, ctx, stage=2, by="owner")',
+        )
+    if apart := apart_axes(module):
+        raise OrderError(
+            "zero_partition: DeepSpeed averages over all ranks, of which local_steps lets some step apart",
+            found=f"local_steps along {listed(map(repr, apart))}",
+            expected="the other engine with local_steps",
+            fix='weft.zero_partition(model, optimizer, ctx, stage=2, engine="torch")',
+        )
     check_not_pretended('zero_partition(engine="deepspeed")', ctx.world.group, 'engine="torch"  # the same stage')
     check_plain_module("zero_partition", module)
     check_methods("zero_partition", module, methods)
     _check_options(unused, buffers, units, bucket_bytes)
     _check_trained(module, optimizer)
     places = _places(offload, stage)
-    axes = sharding_axes("zero_partition", module, ctx, axis)
+    axes = sharding_axes("zero_partition", module, layouts(module, ctx), ctx, axis)
     sub = ctx.on([name for together in axes for name in together])
     deepspeed()
     check_accelerator(ctx.device)
@@ -89,7 +108,7 @@ def zero_partition(
     ctx.require_collective("zero_partition")
     assert sub.group is not None
     check_config(completed, sub.group, ctx.local_rank)
-    check_optimizers("zero_partition", module, ctx, (optimizer,))
+    check_optimizers("zero_partition", module, (optimizer,))
     if any(place != "cpu" for place in places.values()):
         _load_async_io(ctx)
     on_meta = stage == 3 and is_meta(module)
@@ -108,7 +127,7 @@ def zero_partition(
     }
     agree_on_parameters("zero_partition", module, ctx, agreed)
     old = dict(module.named_parameters())
-    source = MetaWeights("zero_partition", module, ctx, sub, None) if on_meta else None
+    source = Materializer("zero_partition", module, ctx, sub, None) if on_meta else None
     if source is None:
         place_module("zero_partition", module, ctx)
         ctx.engine.broadcast_state([*module.parameters(), *module.buffers()], sub.group)
@@ -119,7 +138,7 @@ def zero_partition(
         buffers=buffers == "broadcast",
         local_rank=ctx.local_rank,
         make_real=None if source is None else source.make_real,
-        moved=lambda: exchange_parameters(module, ctx, old, (optimizer,)),
+        moved=lambda: exchange_parameters(module, old, (optimizer,)),
         peers=Ledger(sub.world, "zero_partition"),
     )
     mesh = None if ctx.mesh is None or not axes else mesh_along(ctx, axes[-1:])
@@ -152,7 +171,7 @@ def _check_options(unused: str, buffers: str, units: object, bucket_bytes: int) 
 
 def _check_trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise if DeepSpeed would train the parameters otherwise than torch."""
-    held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
+    held = set(map(id, parameters_of(optimizer)))
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     left_out = [name for name, p in trained.items() if id(p) not in held]
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in trained.values()})

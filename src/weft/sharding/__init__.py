@@ -9,18 +9,20 @@ layouts_over_axes.py  parameters that lie along other axes, or whose gradients a
 stages.py             the stages of a pipeline: which layers come one after the other
 stage_tensors.py      which rank of a pipeline keeps which parameters
 per_rank_dtensor.py   tensors that differ between ranks, as one with a dimension more
-owner_step.py         steps on whole parameters, each on the rank that owns it
+owner_step.py         who steps on what: all ranks on what they hold, or an owner on each parameter
 shard_module.py       all of it in its order, and the engine
+reduce_module.py      the same for gradients that are averaged
 find_experts.py       experts that can be divided among ranks
 layers/               the same for layers that are cut by a plan
 """
 
 from weft.sharding.layers.tensor_layers import cut_layers
 from weft.sharding.layers.tensor_plan import TensorPlan, tensor_plan
-from weft.sharding.layouts_over_axes import broadcast_state, facts_of, reductions, step_meshes
+from weft.sharding.layouts_over_axes import broadcast_state, step_meshes
 from weft.sharding.meta import WeightSource
-from weft.sharding.owner_step import check_divides_state, check_owners, step_by_owners
+from weft.sharding.owner_step import check_who_steps, step_in_parts
 from weft.sharding.per_rank_dtensor import stacked_over
+from weft.sharding.reduce_module import reduce_module
 from weft.sharding.shard_checks import check_optimizers, groups_of, optimizers_in
 from weft.sharding.shard_module import exchange_parameters, shard_module, sharding_axes
 
@@ -28,19 +30,17 @@ __all__ = [
     "TensorPlan",
     "WeightSource",
     "broadcast_state",
-    "check_divides_state",
     "check_optimizers",
-    "check_owners",
+    "check_who_steps",
     "cut_layers",
     "exchange_parameters",
-    "facts_of",
     "groups_of",
     "optimizers_in",
-    "reductions",
+    "reduce_module",
     "shard_module",
     "sharding_axes",
     "stacked_over",
-    "step_by_owners",
+    "step_in_parts",
     "step_meshes",
     "tensor_plan",
 ]

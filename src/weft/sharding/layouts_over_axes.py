@@ -17,29 +17,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft import torch_internals
 from weft.context import DistContext
 from weft.context.sub_contexts import mesh_along, mesh_view
-from weft.contract import Layout, gradient_axes, layouts
-from weft.contract.layout import axes_of_dims
-from weft.engines.options import Reduction
+from weft.contract import Layout
+from weft.engines.options import Reduction, StepMeshes
 from weft.tensors.blocks import as_dtensor
-from weft.tensors.dtensor import is_sharded
+from weft.tensors.dtensor import replace_parameters
 from weft.tensors.remote_parameter import is_elsewhere
 
+Layouts = Mapping[str, Layout]  # of a module: `layouts(module, ctx)`, which a transform asks once
 Dims = tuple[tuple[str, ...], ...]  # the axes of each dimension of a mesh to shard over
 
 
-def facts_of(module: nn.Module, ctx: DistContext) -> dict[str, object]:
-    """What the ranks have to agree on about where parameters lie, as JSON values."""
-    usual = gradient_axes(module, ctx)
-    others = {name: one for name, one in layouts(module, ctx).items() if one.cut or one.reduce_over != usual}
+def facts_of(found: Layouts, ctx: DistContext, names: Sequence[str]) -> dict[str, object]:
+    """What the ranks have to agree on about parameters that lie otherwise than along these axes, as JSON values."""
+    usual = _wide(ctx, names)
+    others = {name: one for name, one in found.items() if one.cut or _wide(ctx, one.reduce_over) != usual}
     return {"layouts": {name: [list(one.cut), list(one.reduce_over)] for name, one in others.items()}}
 
 
-def broadcast_state(module: nn.Module, ctx: DistContext, names: Sequence[str]) -> None:
+def broadcast_state(module: nn.Module, found: Layouts, ctx: DistContext, names: Sequence[str]) -> None:
     """Give parameters and buffers the values of the first of the ranks that hold copies, along some axes.
 
     Collectives: one broadcast per set of axes.
     """
-    found = layouts(module, ctx)
     together: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for name, parameter in module.named_parameters():
         alone = {*found[name].cut, *(axis for axis, _ in found[name].owner)}
@@ -53,12 +52,12 @@ def broadcast_state(module: nn.Module, ctx: DistContext, names: Sequence[str]) -
 
 
 def reductions(
-    module: nn.Module, ctx: DistContext, names: Sequence[str], also: Collection[str] = ()
+    found: Layouts, ctx: DistContext, names: Sequence[str], also: Collection[str] = ()
 ) -> dict[str, Reduction]:
     """How gradients are reduced that are not reduced with the others: of DTensors, and over other axes.
 
     Args:
-        module: Whose.
+        found: Where the parameters lie.
         ctx: The current context.
         names: The axes of the strategy.
         also: Names of further parameters that are reduced apart.
@@ -67,20 +66,21 @@ def reductions(
         Reductions by name. Collectives: as `ctx.on` says.
     """
     usual = _wide(ctx, names)
-    found: dict[str, Reduction] = {}
-    for (name, layout), parameter in zip(layouts(module, ctx).items(), module.parameters(), strict=True):
+    apart: dict[str, Reduction] = {}
+    for name, layout in found.items():
         axes = _wide(ctx, layout.reduce_over)
-        if not is_sharded(parameter) and axes == usual and name not in also:
+        if not layout.mesh and axes == usual and name not in also:
             continue
-        copies = _copies(parameter, ctx)
+        # Along these ranks hold copies of a DTensor, so that gradients may be partial sums.
+        copies = {axis for along in layout.mesh for axis in along if axis not in layout.cut}
         everyone = tuple(axis for axis, _ in ctx.axes if axis in axes or axis in copies)
-        found[name] = Reduction(
+        apart[name] = Reduction(
             group=ctx.on(everyone).group if everyone else None,
             divide=_size(ctx, axes),
             first=all(ctx.coordinates[axis] == 0 for axis in copies if axis not in axes),
             scale=_size(ctx, axes) / _size(ctx, usual),
         )
-    return found
+    return apart
 
 
 def dims_of(layout: Layout, ctx: DistContext, dims: Dims) -> Dims:
@@ -92,7 +92,7 @@ def dims_of(layout: Layout, ctx: DistContext, dims: Dims) -> Dims:
     return tuple(axes for axes in own if axes) if own and own[-1] else ()
 
 
-def other_dims(found: Mapping[str, Layout], ctx: DistContext, dims: Dims) -> dict[str, Dims]:
+def other_dims(found: Layouts, ctx: DistContext, dims: Dims) -> dict[str, Dims]:
     """The axes of the parameters that are sharded over other ones than those of `dims`, by name; () if over none."""
     usual = dims_of(Layout(reduce_over=tuple(axis for axes in dims for axis in axes)), ctx, dims)
     flat = {axis for axes in dims for axis in axes}
@@ -104,11 +104,14 @@ def other_dims(found: Mapping[str, Layout], ctx: DistContext, dims: Dims) -> dic
     return {name: own for name, own in every.items() if own != usual}
 
 
-def put_on_our_mesh(module: nn.Module, ctx: DistContext, dims: Dims, besides: Collection[str]) -> dict[str, object]:
+def put_on_our_mesh(
+    module: nn.Module, found: Layouts, ctx: DistContext, dims: Dims, besides: Collection[str]
+) -> dict[str, object]:
     """Exchange DTensors for ones on a part of the mesh of which that along `dims` is another part, in the same memory.
 
     Args:
         module: Whose.
+        found: Where its parameters lie.
         ctx: The current context.
         dims: Over which the others are sharded.
         besides: Names of parameters that stay.
@@ -116,16 +119,14 @@ def put_on_our_mesh(module: nn.Module, ctx: DistContext, dims: Dims, besides: Co
     Returns:
         Mesh and placements that each has had, by name.
     """
-    from weft.engines.torch.fsdp.remove import replace_parameters  # noqa: PLC0415  (half a second of imports in torch)
-
-    found = layouts(module, ctx)
     specs: dict[str, object] = {}
     new: dict[Any, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
-        if not is_sharded(parameter) or is_elsewhere(parameter) or name in besides:
+        if not found[name].mesh or is_elsewhere(parameter) or name in besides:
             continue
         placed: Any = parameter
-        mesh = _part_of_view(ctx, dims_of(found[name], ctx, dims), placed.device_mesh)
+        own = dims_of(found[name], ctx, dims)
+        mesh = _part_of_view(ctx, found[name], own, placed.device_mesh)
         made = as_dtensor(placed.detach().to_local(), mesh, placed.placements, placed.shape, placed.stride())
         new[parameter] = nn.Parameter(made, requires_grad=parameter.requires_grad)
         specs[name] = torch_internals.DTENSOR_SPEC.of(placed)
@@ -133,44 +134,27 @@ def put_on_our_mesh(module: nn.Module, ctx: DistContext, dims: Dims, besides: Co
     return specs
 
 
-def step_meshes(
-    module: nn.Module, ctx: DistContext, dims: Dims
-) -> dict[nn.Parameter, tuple[DeviceMesh | None, DeviceMesh | None]]:
-    """Where the state of parameters lies that are not like the others, if that of the others is cut along `dims`.
-
-    Returns:
-        By parameter: the mesh over which the rows of what this rank holds are cut, None if they are not; and the mesh
-        that has cut the parameter itself, None if none has.
-    """
-    found: dict[nn.Parameter, tuple[DeviceMesh | None, DeviceMesh | None]] = {}
-    every = layouts(module, ctx)
-    others = other_dims(every, ctx, dims)
+def step_meshes(module: nn.Module, found: Layouts, ctx: DistContext, dims: Dims) -> StepMeshes:
+    """Where the state of parameters lies that are not like the others, if that of the others is cut along `dims`."""
+    meshes: dict[nn.Parameter, tuple[DeviceMesh | None, DeviceMesh | None]] = {}
+    others = other_dims(found, ctx, dims)
     for name, parameter in module.named_parameters():
         placed: Any = parameter
-        if name in others or is_sharded(parameter):
-            own = dims_of(every[name], ctx, dims)
-            cut = _part_of_view(ctx, own, placed.device_mesh) if is_sharded(parameter) else None
-            found[parameter] = (mesh_along(ctx, own) if own else None, cut)
-    return found
+        if name in others or found[name].mesh:
+            own = dims_of(found[name], ctx, dims)
+            cut = _part_of_view(ctx, found[name], own, placed.device_mesh) if found[name].mesh else None
+            meshes[parameter] = (mesh_along(ctx, own) if own else None, cut)
+    return meshes
 
 
-def _part_of_view(ctx: DistContext, dims: Dims, mesh: DeviceMesh) -> DeviceMesh:
-    """The part of our mesh with the ranks of another mesh, beside the part along `dims`."""
+def _part_of_view(ctx: DistContext, layout: Layout, dims: Dims, mesh: DeviceMesh) -> DeviceMesh:
+    """The part of our mesh with the ranks of the mesh of a DTensor, beside the part along `dims`."""
     own = [
         axes or ((mesh.mesh_dim_names or ())[number : number + 1] or (ctx.axes[0][0],))
-        for number, axes in enumerate(axes_of_dims(mesh, ctx))
+        for number, axes in enumerate(layout.mesh)
     ]
     view = mesh_view(ctx, [*dims, *(axes for axes in own if len(axes) > 1)])
     return view[tuple("+".join(axes) for axes in own)]
-
-
-def _copies(parameter: torch.Tensor, ctx: DistContext) -> tuple[str, ...]:
-    """The axes of the mesh of a DTensor along which ranks hold copies of it, so that gradients may be partial sums."""
-    if not is_sharded(parameter):
-        return ()
-    placed: Any = parameter
-    dims = zip(placed.placements, axes_of_dims(placed.device_mesh, ctx), strict=True)
-    return tuple(axis for placement, axes in dims if placement.is_replicate() for axis in axes)
 
 
 def _wide(ctx: DistContext, names: Sequence[str]) -> tuple[str, ...]:

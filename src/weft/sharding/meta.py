@@ -15,9 +15,10 @@ from torch import nn
 
 from weft import torch_internals
 from weft.context import DistContext
-from weft.context.placement import value_device
+from weft.context.placement import place_module, value_device
 from weft.errors import listed, value_error
-from weft.peers.agreement import disagree
+from weft.peers.agreement import disagree, exchange
+from weft.peers.world import World
 from weft.tensors.remote_parameter import is_elsewhere
 
 Weights = Mapping[str, torch.Tensor]
@@ -29,6 +30,43 @@ def is_meta(module: nn.Module) -> bool:
     return any(t.is_meta and not is_elsewhere(t) for t in (*module.parameters(), *module.buffers()))
 
 
+def on_meta_anywhere(what: str, on_meta: bool, world: World) -> bool:
+    """Whether the module of some rank is on meta: the first may bring a real one. Collectives: a meeting."""
+    return any(entry["meta"] for entry in exchange(world, f"{what}: meta", {"meta": on_meta}))
+
+
+def with_values(
+    what: str, module: nn.Module, ctx: DistContext, line: DistContext, weights: WeightSource, *, on_meta: bool
+) -> Materializer | None:
+    """Bring a module to the device of a context, with values; with "later", what is on meta stays there.
+
+    Args:
+        what: Name of the transform, for errors.
+        module: To be cut over `line`.
+        ctx: The current context.
+        line: The ranks that get the same values, from the first of them.
+        weights: State for a module on meta.
+        on_meta: The module of one of the ranks is; see `on_meta_anywhere`.
+
+    Returns:
+        What makes the parts of the module real, one after the other, where several ranks have it on meta; else None.
+
+    Raises:
+        ValueError: The module lies on another device; or see `Materializer`.
+    """
+    if weights == "later":
+        place_real(module, ctx)
+        return None
+    if on_meta:
+        source = Materializer(what, module, ctx, line, weights)
+        if line.world_size > 1:
+            return source
+        source.make_real(module)
+        source.forget()
+    place_module(what, module, ctx)
+    return None
+
+
 def place_real(module: nn.Module, ctx: DistContext) -> None:
     """Bring what is not on meta to the device of the context."""
     device = value_device(ctx)
@@ -37,7 +75,7 @@ def place_real(module: nn.Module, ctx: DistContext) -> None:
             tensor.data = tensor.data.to(device)
 
 
-class MetaWeights:
+class Materializer:
     """Makes the parts of a module on meta real, with weights read on the first rank or drawn.
 
     Raises:

@@ -1,4 +1,7 @@
-"""Steps on whole parameters by owners: which block of each parameter every rank holds, told without a collective."""
+"""Who steps on what: all ranks on what they hold, or the owner of each parameter on all of it.
+
+Which block of a parameter every rank holds is told without a collective.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from weft.contract.layout import axes_of_dims
 from weft.engines import Spmd
 from weft.engines.options import StepMeshes
 from weft.engines.results import Undoable
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContractError, OrderError, value_error
 from weft.tensors.blocks import Block, block_at
@@ -25,16 +29,20 @@ from weft.tensors.dtensor import is_sharded, local
 from weft.tensors.remote_parameter import is_elsewhere
 
 
-def check_owners(what: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raise if parameters of an optimizer cannot have owners, or need none.
+def check_who_steps(what: str, optimizer: torch.optim.Optimizer, by: str) -> None:
+    """Raise if an optimizer cannot step "all" ranks together, or by the "owner" of each parameter.
 
     Raises:
-        ValueError: It steps on single elements.
-        OrderError: Ranks step apart, or have parameters that others have not.
-        ContractError: It changes parameters outside of `step`.
+        ValueError: Owners, and it steps on single elements.
+        OrderError: Owners, and ranks step apart, or have parameters that others have not.
+        ContractError: Owners, and it changes parameters outside of `step`; or all, and its state can be neither cut
+            nor sent, as that of torchao, in tensors of its own classes.
     """
+    if by == "all":
+        _check_divides_state(what, optimizer)
+        return
     kind = type(optimizer).__name__
-    parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
+    parameters = parameters_of(optimizer)
     if is_elementwise(optimizer):
         raise value_error(
             f"{what}: by='owner' has no effect on {kind}, which steps on shards as they are",
@@ -60,12 +68,7 @@ def check_owners(what: str, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_divides_state(what: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the state of an optimizer can be neither cut nor sent, so that it has to stay with one rank.
-
-    Raises:
-        ContractError: It is one of torchao, whose state is tensors of its own classes.
-    """
+def _check_divides_state(what: str, optimizer: torch.optim.Optimizer) -> None:
     if is_of(type(optimizer), "torchao"):
         raise ContractError(
             f"{what}: the state of {type(optimizer).__name__} cannot be divided among ranks",
@@ -77,15 +80,14 @@ def check_divides_state(what: str, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext) -> Undoable:
-    """Let it step on whole parameters, each on its owner; see `check_owners`."""
+def _step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext) -> Undoable:
     check_ranks_send(
         "gather_step: by='owner'",
         ctx,
         "an engine whose ranks send tensors to each other",
         fix="optimizer, ctx = weft.gather_step(optimizer, ctx)",
     )
-    parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
+    parameters = parameters_of(optimizer)
     world = ctx.require_collective("gather_step")
     assert world.group is not None
 
@@ -94,12 +96,13 @@ def step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext) -> Undoab
 
     from weft.engines.torch.steps.by_owner import OwnerStep  # noqa: PLC0415  (half a second of imports in torch)
 
-    return OwnerStep(optimizer, world.group, blocks_of(parameters, ctx), share)
+    return OwnerStep(optimizer, world.group, _blocks_of_ranks(parameters, ctx), share)
 
 
-def step_on_parts(
+def step_in_parts(
     optimizer: torch.optim.Optimizer,
     ctx: DistContext,
+    by: str,
     elementwise: bool,
     mesh: DeviceMesh | None = None,
     others: StepMeshes | None = None,
@@ -109,10 +112,13 @@ def step_on_parts(
     Args:
         optimizer: Over them.
         ctx: Its context.
+        by: "owner": on whole parameters, each on its owner; see `check_who_steps`.
         elementwise: It steps on what this rank holds, else on whole parameters, one after the other.
         mesh: Over which the rows of whole parameters, and their state, are divided; None: they are not.
         others: The meshes of parameters that are sharded over other axes.
     """
+    if by == "owner":
+        return (_step_by_owners(optimizer, ctx),)
     if isinstance(ctx.engine, Spmd):
         return ()
     from weft.engines.torch.steps.full_params import WholeStep  # noqa: PLC0415  (half a second of imports in torch)
@@ -121,7 +127,7 @@ def step_on_parts(
     return ((PartitionedStep if elementwise else WholeStep)(optimizer, mesh, others or {}),)
 
 
-def blocks_of(parameters: Iterable[torch.Tensor], ctx: DistContext) -> list[tuple[Block, ...]]:
+def _blocks_of_ranks(parameters: Iterable[torch.Tensor], ctx: DistContext) -> list[tuple[Block, ...]]:
     """The block of each parameter on each rank of a context.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Mapping, Sequence
 
@@ -11,28 +10,16 @@ from torch import nn
 
 from weft import torch_internals
 from weft.context import DistContext
-from weft.contract import check_methods, check_quantized_weights
-from weft.engines.options import ShardOptions
-from weft.engines.torch.hooks.every_optimizer import optimizers_of
+from weft.contract import check_quantized_weights
+from weft.engines.torch.hooks.every_optimizer import optimizers_besides, parameters_of
 from weft.engines.torch.reducing.buckets import sparse_gradients
 from weft.errors import OrderError, listed, type_error, value_error
-from weft.sharding.meta import WeightSource, is_meta
-from weft.sharding.units import owner_units
-from weft.tensors.dtensor import is_sharded
+from weft.sharding.layouts_over_axes import Dims, Layouts
+from weft.sharding.meta import WeightSource
+from weft.sharding.units import UnitPlan
 
 
-def check_options(what: str, module: nn.Module, options: ShardOptions, weights: WeightSource) -> None:
-    """Check the options that concern the module.
-
-    Raises:
-        TypeError: `weights` is of another kind.
-        ValueError: One is unknown, or cannot be used here.
-    """
-    check_weights(what, module, weights)
-    check_methods(what, module, options.methods)
-
-
-def check_weights(what: str, module: nn.Module, weights: WeightSource) -> None:
+def check_weights(what: str, class_name: str, weights: WeightSource, *, on_meta: bool) -> None:
     """Raise if these are no weights, or the module has its own.
 
     Raises:
@@ -40,10 +27,10 @@ def check_weights(what: str, module: nn.Module, weights: WeightSource) -> None:
         ValueError: The module is not on meta.
     """
     are_here = callable(weights) or isinstance(weights, Mapping)
-    if weights is not None and not is_meta(module):
+    if weights is not None and not on_meta:
         raise value_error(
             f"{what}: weights are for a module on meta",
-            found=f"{type(module).__name__} with real parameters",
+            found=f"{class_name} with real parameters",
             expected="with weft.weights.on_meta(): model = ...",
             fix=f"model.load_state_dict(weights{'()' if callable(weights) else ''})"
             if are_here
@@ -59,13 +46,13 @@ def check_weights(what: str, module: nn.Module, weights: WeightSource) -> None:
         )
 
 
-def check_drawn(what: str, module: nn.Module) -> None:
+def check_drawn(what: str, found: Layouts) -> None:
     """Raise if values are to be made for DTensors on meta.
 
     Raises:
         ValueError: There are some; the text names them.
     """
-    cut = [name for name, p in module.named_parameters() if is_sharded(p)]
+    cut = [name for name, one in found.items() if one.mesh]
     if cut:
         raise value_error(
             f"{what}: parameters on meta that are cut over other axes cannot be drawn, or sent from the first rank",
@@ -75,7 +62,7 @@ def check_drawn(what: str, module: nn.Module) -> None:
         )
 
 
-def reshard_of(what: str, ctx: DistContext, axes: tuple[tuple[str, ...], ...], reshard: bool | int) -> bool | int:
+def reshard_of(what: str, ctx: DistContext, axes: Dims, reshard: bool | int) -> bool | int:
     """`reshard_after_forward` as True, False, or a number of ranks that is neither one nor all."""
     if isinstance(reshard, bool):
         return reshard
@@ -91,7 +78,7 @@ def reshard_of(what: str, ctx: DistContext, axes: tuple[tuple[str, ...], ...], r
     return reshard if 1 < reshard < size else reshard != 1
 
 
-def check_parameters(what: str, module: nn.Module, options: ShardOptions) -> None:
+def check_parameters(what: str, module: nn.Module, plan: UnitPlan) -> None:
     """Raise if a parameter would not be the same once it is cut, or cannot be reduced with its unit."""
     check_quantized_weights(
         what, module, {"8 bits": "scales that bitsandbytes keeps at the parameter, which is exchanged"}
@@ -104,20 +91,17 @@ def check_parameters(what: str, module: nn.Module, options: ShardOptions) -> Non
             expected="dense gradients: torch's FSDP2 knows no others",
             fix="sparse=False in these embeddings, or weft.replicate(model, ctx)",
         )
-    named = {name: p for name, p in module.named_parameters() if name not in set(options.ignored)}
+    named = {name: p for name, p in module.named_parameters() if name in plan.unit_of}
     check_not_hooked(
         what,
         type(module).__name__,
         named,
         fix="remove the hooks, or weft.fully_shard(..., ignored=...) the modules that own them",
     )
-    unit_of = {id(part): number for number, group in enumerate(options.units, 1) for part in group}
-    owner = owner_units(module, [part for group in options.units for part in group])
     kinds: dict[int, dict[torch.dtype, str]] = {}
-    for prefix, part in module.named_modules():
-        for name, p in part.named_parameters(prefix, recurse=False):
-            if p.requires_grad and name in named:
-                kinds.setdefault(unit_of.get(owner[id(part)], 0), {}).setdefault(p.dtype, name)
+    for name, p in named.items():
+        if p.requires_grad:
+            kinds.setdefault(plan.unit_of[name], {}).setdefault(p.dtype, name)
     mixed = [
         ", ".join(f"{name} {dtype}" for dtype, name in found.items()) for found in kinds.values() if len(found) > 1
     ]
@@ -172,7 +156,7 @@ def optimizers_in(
     return optimizers
 
 
-def check_optimizers(what: str, module: nn.Module, ctx: DistContext, rebind: Sequence[torch.optim.Optimizer]) -> None:
+def check_optimizers(what: str, module: nn.Module, rebind: Sequence[torch.optim.Optimizer]) -> None:
     """Check that no optimizer would continue with parameters that the module will not have.
 
     Raises:
@@ -180,7 +164,7 @@ def check_optimizers(what: str, module: nn.Module, ctx: DistContext, rebind: Seq
         ValueError: One in `rebind` holds none of them.
     """
     held = {id(p) for p in module.parameters()}
-    strangers = [one for one in rebind if not any(id(p) in held for entry in one.param_groups for p in entry["params"])]
+    strangers = [one for one in rebind if not any(id(p) in held for p in parameters_of(one))]
     if strangers:
         raise value_error(
             f"{what}: {len(strangers)} optimizer(s) in rebind hold no parameter of {type(module).__name__}",
@@ -188,9 +172,7 @@ def check_optimizers(what: str, module: nn.Module, ctx: DistContext, rebind: Seq
             expected="optimizers over its parameters as they are now; others would train nothing of it",
             fix=f"optimizer = torch.optim.AdamW(model.parameters())  # after weft.{what}(model, ctx)",
         )
-    if _left_out(module, ctx, rebind):
-        gc.collect()  # some may have been dropped, in a cycle
-    left = _left_out(module, ctx, rebind)
+    left = optimizers_besides(rebind, list(module.parameters()))
     if left:
         raise OrderError(
             f"{what}: {len(left)} optimizer(s) hold parameters of {type(module).__name__}, and would keep the old",
@@ -200,10 +182,3 @@ def check_optimizers(what: str, module: nn.Module, ctx: DistContext, rebind: Seq
             if what == "zero_partition"
             else f"weft.{what}(..., rebind=optimizer)",
         )
-
-
-def _left_out(
-    module: nn.Module, ctx: DistContext, rebind: Sequence[torch.optim.Optimizer]
-) -> list[torch.optim.Optimizer]:
-    holding = optimizers_of(list(module.parameters()))
-    return [one for one in holding if not any(one is known for known in rebind)]

@@ -9,41 +9,48 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checks import check_module
 from weft.context import DistContext
-from weft.context.placement import apply_layout, place_module
+from weft.context.placement import apply_layout
 from weft.context.sub_contexts import mesh_along
 from weft.contract import (
     agree_on_parameters,
     check_data_axes,
+    check_methods,
     check_strategy_module,
     gradient_axes,
-    layouts,
     reduce_dtype,
 )
 from weft.contract.select_modules import Selection
 from weft.engines.options import OtherMesh, ShardOptions
 from weft.errors import ContextError, listed
-from weft.peers.agreement import exchange
 from weft.peers.ledger import Ledger
-from weft.sharding.layouts_over_axes import Dims, broadcast_state, facts_of, other_dims, put_on_our_mesh, reductions
-from weft.sharding.meta import MetaWeights, WeightSource, is_meta, place_real
+from weft.sharding.layouts_over_axes import (
+    Dims,
+    Layouts,
+    broadcast_state,
+    facts_of,
+    other_dims,
+    put_on_our_mesh,
+    reductions,
+)
+from weft.sharding.meta import WeightSource, is_meta, on_meta_anywhere, with_values
 from weft.sharding.shard_checks import (
     check_drawn,
     check_optimizers,
-    check_options,
     check_parameters,
+    check_weights,
     groups_of,
     reshard_of,
 )
-from weft.sharding.units import gather_dtypes, ignored_in, owner_units, parts_apart, units_of
+from weft.sharding.units import gather_dtypes, plan_units
 
 
 def shard_module(
     what: str,
     module: nn.Module,
+    found: Layouts,
     ctx: DistContext,
-    axes: tuple[tuple[str, ...], ...],
+    axes: Dims,
     options: ShardOptions,
     *,
     rebind: Sequence[torch.optim.Optimizer] = (),
@@ -58,6 +65,7 @@ def shard_module(
     Args:
         what: Name of the transform, for errors.
         module: To be sharded.
+        found: Where its parameters lie.
         ctx: The current context.
         axes: From `sharding_axes`.
         options: What the user asked for; what the other arguments select is filled in.
@@ -76,93 +84,62 @@ def shard_module(
         ValueError: An option is out of range.
     """
     flat = [name for together in axes for name in together]
-    check_strategy_module(what, module, ctx, flat)
+    check_strategy_module(what, module, found, flat)
     sub = ctx.on(flat)
-    check_options(what, module, options, weights)
-    others = other_dims(layouts(module, ctx), ctx, axes)
-    whole = ignored_in(what, module, ignored, [name for name, own in others.items() if not own])
+    later, on_meta = weights == "later", is_meta(module)
+    check_weights(what, type(module).__name__, weights, on_meta=on_meta)
+    check_methods(what, module, options.methods)
+    reshard = reshard_of(what, ctx, axes, options.reshard_after_forward)
+    others = other_dims(found, ctx, axes)
+    plan = plan_units(what, module, units, ignored, others)
     options = replace(
         options,
-        reshard_after_forward=reshard_of(what, ctx, axes, options.reshard_after_forward),
-        units=units_of(what, module, units, parts_apart(what, module, others, whole)),
-        ignored=whole,
+        reshard_after_forward=reshard,
+        units=plan.units,
+        ignored=plan.ignored,
         dtype=reduce_dtype(module),
         gather=gather_dtypes(module),
     )
     if sub.world_size > 1:
-        check_parameters(what, module, options)
-    check_optimizers(what, module, ctx, rebind)
-    names = {id(part): name for name, part in module.named_modules()}
-    later = weights == "later"
-    on_meta = is_meta(module)
-    facts = options.facts() | {
-        "axes": list(map(list, axes)),
-        "units": [[names[id(part)] for part in group] for group in options.units],
-        "rebind": groups_of(module, rebind),
-        **facts_of(module, ctx),
-        "later": [name for name, t in module.state_dict(keep_vars=True).items() if t.is_meta] if later else False,
-    }
+        check_parameters(what, module, plan)
+    check_optimizers(what, module, rebind)
     if sub.world_size > 1:
+        facts = options.facts() | {
+            "axes": list(map(list, axes)),
+            "units": plan.names,
+            "rebind": groups_of(module, rebind),
+            **facts_of(found, ctx, flat),
+            "later": [name for name, t in module.state_dict(keep_vars=True).items() if t.is_meta] if later else False,
+        }
         world = ctx.require_collective(what)
         agree_on_parameters(what, module, ctx, facts)
-        # The first rank may bring a real module, and the others one on meta.
-        on_meta = any(entry["meta"] for entry in exchange(world, f"{what}: meta", {"meta": on_meta}))
+        on_meta = on_meta_anywhere(what, on_meta, world)
     if on_meta and not later:
-        check_drawn(what, module)
-    source = MetaWeights(what, module, ctx, sub, weights) if on_meta and not later else None
+        check_drawn(what, found)
     old = dict(module.named_parameters())
-    if source is None:
-        if later:
-            place_real(module, ctx)
-        else:
-            place_module(what, module, ctx)
-        if sub.group is not None:
-            broadcast_state(module, ctx, flat)
+    source = with_values(what, module, ctx, sub, weights, on_meta=on_meta)
+    if source is None and sub.group is not None:
+        broadcast_state(module, found, ctx, flat)
     sharded: Any = None
     if sub.world_size > 1:
         assert sub.group is not None
+        dims = {plan.unit_of[name]: own for name, own in others.items() if own and name in plan.unit_of}
         options = replace(
             options,
             make_real=None if source is None else source.make_real,
-            apart=reductions(module, ctx, flat, options.ignored),
-            other_meshes=_other_meshes(module, ctx, options, others, sub.world_size),
-            specs=put_on_our_mesh(module, ctx, axes, options.ignored),
+            apart=reductions(found, ctx, flat, options.ignored),
+            specs=put_on_our_mesh(module, found, ctx, axes, options.ignored),
+            other_meshes={unit: OtherMesh(mesh_along(ctx, dims[unit]), sub.world_size) for unit in sorted(dims)},
         )
         sharded = ctx.engine.shard(module, mesh_along(ctx, axes), sub.group, options, Ledger(sub.world, what))
     else:
-        if source is not None:
-            source.make_real(module)
-            source.forget()
-            place_module(what, module, ctx)
         sharded = apply_layout(module, ctx, flat, "all")
-    exchange_parameters(module, ctx, old, rebind)
+    exchange_parameters(module, old, rebind)
     return sharded
 
 
-def _other_meshes(
-    module: nn.Module, ctx: DistContext, options: ShardOptions, others: Mapping[str, Dims], mean_over: int
-) -> dict[int, OtherMesh]:
-    """The meshes of the units whose parameters are sharded over other axes, by number."""
-    owner = owner_units(module, [part for unit in options.units for part in unit])
-    found: dict[int, OtherMesh] = {}
-    dims_of_unit = {
-        owner[id(part)]: others.get(name)
-        for prefix, part in module.named_modules()
-        for name, _ in part.named_parameters(prefix, recurse=False)
-        if name not in options.ignored
-    }
-    for number, unit in enumerate((*options.units, (module,))):
-        dims = next((dims for part in unit if (dims := dims_of_unit.get(id(part)))), None)
-        if dims:
-            found[number] = OtherMesh(mesh_along(ctx, dims), mean_over)
-    return found
-
-
 def exchange_parameters(
-    module: nn.Module,
-    ctx: DistContext,
-    old: Mapping[str, nn.Parameter],
-    optimizers: Sequence[torch.optim.Optimizer],
+    module: nn.Module, old: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Carry over what hung on the parameters a module had, to those it has now.
 
@@ -180,8 +157,8 @@ def exchange_parameters(
 
 
 def sharding_axes(
-    what: str, module: nn.Module, ctx: DistContext, axis: str | Sequence[str] | None
-) -> tuple[tuple[str, ...], ...]:
+    what: str, module: nn.Module, found: Layouts, ctx: DistContext, axis: str | Sequence[str] | None
+) -> Dims:
     """The mesh axes to shard over: `(shard,)` or `(replica, shard)`, of which each may be several axes together.
 
     By default the data axes; axes along which a batch is in parts belong to the last one, where their ranks hold
@@ -190,14 +167,13 @@ def sharding_axes(
     Raises:
         ContextError: There is no such axis, there are more than two, or one of `gradient_axes` is left out.
     """
-    check_module(what, module)
     more: tuple[str, ...] = ()
     if axis is None:
         averaged = gradient_axes(module, ctx)
         names = tuple(name for name in ctx.data_axes if name in averaged)
         more = tuple(name for name in averaged if name not in names)
         # Along these some parameters are cut already, so that they cannot be those of copies.
-        own = {axis for one in layouts(module, ctx).values() for axis in names if axis not in one.reduce_over}
+        own = {axis for one in found.values() for axis in names if axis not in one.reduce_over}
         more, names = (*more, *(name for name in names if name in own)), tuple(n for n in names if n not in own)
     else:
         names = (axis,) if isinstance(axis, str) else tuple(axis)

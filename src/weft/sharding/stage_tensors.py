@@ -16,8 +16,8 @@ from weft.collectives import broadcast
 from weft.context import DistContext
 from weft.context.placement import place_module
 from weft.contract import Layout, gradient_axes
-from weft.engines.torch.hooks.every_optimizer import optimizers_of
-from weft.sharding.meta import MetaWeights
+from weft.engines.torch.hooks.every_optimizer import optimizers_of, parameters_of
+from weft.sharding.meta import Materializer
 from weft.sharding.stages import PipelinePlan, stage_of
 from weft.tensors.blocks import full_tensor
 from weft.tensors.dtensor import local
@@ -49,7 +49,7 @@ class StageTensors:
             return None
         return Layout(owner=((self._axis, owner),), reduce_over=gradient_axes(module, self._ctx))
 
-    def keep(self, source: MetaWeights | None) -> None:
+    def keep(self, source: Materializer | None) -> None:
         """Keep the stages of this rank, with the values of the first one; leave no memory for the others.
 
         Args:
@@ -155,7 +155,7 @@ def bring_state(module: nn.Module, owner_of: Callable[[str], int | None], line: 
         for one in optimizers_of(list(module.parameters()))
     }
     for _, optimizer in sorted(found.items()):
-        for parameter in [p for entry in optimizer.param_groups for p in entry["params"] if id(p) in named]:
+        for parameter in [p for p in parameters_of(optimizer) if id(p) in named]:
             owner = owner_of(named[id(parameter)])
             if owner is None:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,14 +13,65 @@ from weft.contract import offered
 from weft.contract.select_modules import Selection, called_inside, select
 from weft.errors import ContractError, listed, value_error
 from weft.precision import LOW, PrecisionOffer
+from weft.sharding.layouts_over_axes import Dims
 
 _LARGE = 2**20  # parameters of a layer that is worth a unit, and messages, of its own
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CAST_BY_AUTOCAST = frozenset(layer.forward for layer in _LAYERS)
 
 
-def units_of(
-    what: str, module: nn.Module, chosen: Selection | None, own: Sequence[nn.Module] = ()
+class UnitPlan(NamedTuple):
+    """Which parameters of a module are gathered and freed together.
+
+    Attributes:
+        units: The parts, inner ones first; the module's own unit, which is the last one, is not listed.
+        names: Theirs.
+        unit_of: The number of the unit of each parameter that is sharded, by name; `len(units)`: the module's own.
+        ignored: Names of the parameters that stay whole.
+    """
+
+    units: tuple[tuple[nn.Module, ...], ...]
+    names: list[list[str]]
+    unit_of: Mapping[str, int]
+    ignored: tuple[str, ...]
+
+
+def plan_units(
+    what: str, module: nn.Module, chosen: Selection | None, ignored: Selection | None, others: Mapping[str, Dims]
+) -> UnitPlan:
+    """Choose the units of a module.
+
+    Args:
+        what: Name of the transform, for errors.
+        module: Whose.
+        chosen: The units that the user has chosen.
+        ignored: Parts that stay whole.
+        others: The axes of the parameters that are sharded over other ones than most, by name; () if over none.
+
+    Raises:
+        ValueError: A choice chooses nothing, or a part without forward.
+        ContractError: Parameters of one part are to be sharded over different axes.
+    """
+    whole = _ignored_in(what, module, ignored, [name for name, own in others.items() if not own])
+    units = _units_of(what, module, chosen, _parts_apart(what, module, others, whole))
+    number = {id(part): place for place, unit in enumerate((*units, (module,))) for part in unit}
+    owner = _owner_units(module, [part for unit in units for part in unit])
+    found: dict[int, int] = {}  # units of parameters, by id
+    names = {}
+    for name, part in module.named_modules():
+        names[id(part)] = name
+        for p in part.parameters(recurse=False):
+            found.setdefault(id(p), number[owner[id(part)]])
+    return UnitPlan(
+        units,
+        [[names[id(part)] for part in unit] for unit in units],
+        {name: found[id(p)] for name, p in module.named_parameters() if name not in whole},
+        whole,
+    )
+
+
+def _units_of(
+    what: str, module: nn.Module, chosen: Selection | None, own: Sequence[nn.Module]
 ) -> tuple[tuple[nn.Module, ...], ...]:
     """The units, inner ones first; modules that share parameters are one unit.
 
@@ -47,12 +99,12 @@ def units_of(
                 expected="parts that have a forward, around which they are gathered and freed",
                 fix=f'weft.{what}(..., units="{called_inside(uncalled[0], found[uncalled[0]])}")',
             )
-    parts += [part for part in own if not any(part is one for one in parts)]
+    parts += [part for part in own if part is not module and not any(part is one for one in parts)]
     read = {id(part.out_proj) for part in module.modules() if isinstance(part, nn.MultiheadAttention)}
     parts = [part for part in parts if id(part) not in read and any(True for _ in part.parameters())]
     order = {id(part): place for place, part in enumerate(module.modules())}
     while True:
-        owner = owner_units(module, parts)
+        owner = _owner_units(module, parts)
         root = id(module)
         shared = [set(owners) for owners in _sharers(module, owner).values() if len(set(owners)) > 1]
         # What is shared with the module's own unit, or between nested ones, goes one unit up.
@@ -66,7 +118,9 @@ def units_of(
         parts = [part for part in parts if id(part) not in lost]
 
 
-def parts_apart(what: str, module: nn.Module, kinds: Mapping[str, object], besides: Collection[str]) -> list[nn.Module]:
+def _parts_apart(
+    what: str, module: nn.Module, kinds: Mapping[str, object], besides: Collection[str]
+) -> list[nn.Module]:
     """The outermost parts all of whose parameters are of one kind besides None, so that each can be a unit.
 
     Args:
@@ -155,7 +209,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def owner_units(module: nn.Module, parts: Sequence[nn.Module]) -> dict[int, int]:
+def _owner_units(module: nn.Module, parts: Sequence[nn.Module]) -> dict[int, int]:
     """The innermost unit around each module, by id."""
     chosen = {id(part) for part in parts}
     owner: dict[int, int] = {}
@@ -181,7 +235,7 @@ def _sharers(module: nn.Module, owner: Mapping[int, int]) -> dict[int, list[int]
     return holders
 
 
-def ignored_in(what: str, module: nn.Module, chosen: Selection | None, more: Collection[str] = ()) -> tuple[str, ...]:
+def _ignored_in(what: str, module: nn.Module, chosen: Selection | None, more: Collection[str]) -> tuple[str, ...]:
     """Names of the parameters that FSDP2 leaves alone: those asked for, some more, and what it cannot cut.
 
     That are single numbers, parameters without elements, and before torch 2.13 also integers.

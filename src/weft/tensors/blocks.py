@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from weft import torch_internals
 from weft.tensors.dtensor import is_sharded
@@ -192,6 +193,21 @@ def whole_along(tensor: torch.Tensor, count: int, mesh: Any = None) -> Any:
     for dim, placement in enumerate(placements[:count]):
         part = part if placement.is_replicate() else _gathered(part, own, dim, placement.dim, shape)
     return as_dtensor(part, rest, placements[count:], cut.shape, cut.stride())
+
+
+def unsharded_parameter(parameter: Any, spec: Any) -> nn.Parameter:
+    """A parameter with the values and the gradient of a sharded one. Collectives: all-gathers.
+
+    Args:
+        parameter: As FSDP2 has sharded it.
+        spec: Mesh and placements of the parameter before that; None: it was a plain one.
+    """
+    mesh = None if spec is None else spec.mesh
+    count = parameter.device_mesh.ndim - (0 if mesh is None else mesh.ndim)
+    whole = nn.Parameter(whole_along(parameter, count, mesh), requires_grad=parameter.requires_grad)
+    if is_sharded(parameter.grad):
+        whole.grad = whole_along(parameter.grad, count, mesh)
+    return whole
 
 
 def _gathered(part: torch.Tensor, mesh: Any, dim: int, cut: int, shape: Sequence[int]) -> torch.Tensor:

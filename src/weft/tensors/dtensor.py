@@ -139,6 +139,16 @@ def resting_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [shards.get(id(p), p) for p in module.parameters()]
 
 
+def replace_parameters(module: nn.Module, new: dict[Any, nn.Parameter]) -> None:
+    """Exchange parameters for others, wherever they are used, so that tied ones stay tied."""
+    by_id = {id(old): parameter for old, parameter in new.items()}
+    for part in module.modules():
+        slots = torch_internals.PARAMETERS.of(part)
+        for name, old in slots.items():
+            if id(old) in by_id:
+                slots[name] = by_id[id(old)]
+
+
 def forget_groups(*, is_device_usable: bool = True) -> None:
     """Let DTensor forget the process groups it has seen.
 

@@ -17,6 +17,7 @@ from weft.checks import as_number
 from weft.context import DistContext
 from weft.contract import Placed, offered, owners
 from weft.engines.torch.compute.grad_norm import Gradients, with_nonfinite_gradient
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.parts.left_gathered import drop_gathered
 from weft.engines.torch.steps.in_backward import check_has_gradients
 from weft.errors import listed, message, type_error, value_error
@@ -190,7 +191,7 @@ def _own_parameters(part: _HasGradients) -> list[torch.Tensor]:
     if isinstance(part, nn.Module):
         return list(part.parameters())
     if isinstance(part, torch.optim.Optimizer):
-        return [p for entry in part.param_groups for p in entry["params"]]
+        return parameters_of(part)
     return [part]
 
 

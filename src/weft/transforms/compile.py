@@ -16,7 +16,8 @@ from weft.context.placement import check_ranks_send
 from weft.contract import Part, Phase, check_not_elsewhere, transform
 from weft.contract.select_modules import Selection, select_apart
 from weft.engines.options import CompileOptions
-from weft.engines.torch.compute.compile_module import Compiled, already_compiled, check_backend
+from weft.engines.torch.compute.compile_module import Compiled, check_backend
+from weft.engines.torch.hooks.method_hooks import already_compiled
 from weft.errors import AlreadyApplied, ContractError, listed, value_error
 from weft.tensors.dtensor import is_sharded
 

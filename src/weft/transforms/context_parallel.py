@@ -20,9 +20,9 @@ from weft.engines.torch.compute.activation_checkpoint import already_recomputed
 from weft.engines.torch.parallel.sequence_code import attention_modules
 from weft.engines.torch.parallel.sequence_exchange import SequenceRanks, find_collectives
 from weft.engines.torch.parallel.sequence_inputs import SplitInputs
+from weft.engines.torch.parallel.sequence_slice import SlicedSequences
 from weft.engines.torch.parallel.split_attention import SplitAttention
 from weft.engines.torch.probes.no_trace import switched_off
-from weft.engines.torch.probes.sequence_slice import SlicedSequences
 from weft.errors import ContextError, ContractError, OrderError, listed
 from weft.loop_watch import PartsWatch
 from weft.tensors.sequence_order import Order, SequencePart

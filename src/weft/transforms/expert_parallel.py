@@ -109,7 +109,7 @@ def expert_parallel(
     if ranks == 1:
         return module, ctx
     check_local_losses("expert_parallel", module)
-    check_optimizers("expert_parallel", module, ctx, optimizers)
+    check_optimizers("expert_parallel", module, optimizers)
     facts = {"experts": found.names(), "axis": axis, "weights": weights, "rebind": groups_of(module, optimizers)}
     ctx.require_collective("expert_parallel")
     agree_on_parameters("expert_parallel", module, ctx, facts)
@@ -122,7 +122,7 @@ def expert_parallel(
     from weft.engines.torch.parallel.experts.divided import DividedExperts  # noqa: PLC0415  (half a second of imports)
 
     divided = DividedExperts(module, found.packed, list(found.lists), ctx.mesh[axis])
-    exchange_parameters(module, ctx, old, optimizers)
+    exchange_parameters(module, old, optimizers)
     return module, ctx.offering(divided, _ExpertOwners(module, ctx, axis, divided.owners), *divided.probes)
 
 

@@ -11,8 +11,9 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
+from weft.checks import check_module
 from weft.context import DistContext
-from weft.contract import Phase, transform
+from weft.contract import Phase, layouts, transform
 from weft.contract.select_modules import Selection
 from weft.engines.options import ShardOptions
 from weft.engines.torch.reducing.replica_average import ReplicaAverage
@@ -124,11 +125,14 @@ def fully_shard(
         offload=offload,
     )
     optimizers = optimizers_in("fully_shard", rebind)
+    check_module("fully_shard", module)
+    found = layouts(module, ctx)
     sharded = shard_module(
         "fully_shard",
         module,
+        found,
         ctx,
-        sharding_axes("fully_shard", module, ctx, axis),
+        sharding_axes("fully_shard", module, found, ctx, axis),
         options,
         rebind=optimizers,
         units=units,

@@ -11,8 +11,7 @@ from weft.context import DistContext
 from weft.contract import Part, Phase, transform
 from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContractError
-from weft.sharding import check_divides_state, check_owners, step_by_owners
-from weft.sharding.owner_step import step_on_parts
+from weft.sharding import check_who_steps, step_in_parts
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
@@ -75,14 +74,9 @@ def gather_step(optimizer: O, ctx: DistContext, *, by: Literal["all", "owner"] =
             fix="model, ctx = weft.replicate(model, ctx)  # instead of sharding",
         )
     check_choice("gather_step", "by", by, ("all", "owner"))
-    if by == "owner":
-        check_owners("gather_step", optimizer)
-    else:
-        check_divides_state("gather_step", optimizer)
+    check_who_steps("gather_step", optimizer, by)
     if ctx.world_size == 1:
         return optimizer, ctx
     shapes = [[list(p.shape) for p in entry["params"]] for entry in optimizer.param_groups]
     ctx.agree("gather_step", {"by": by, **({"parameters": shapes} if by == "owner" else {})})
-    if by == "owner":
-        return optimizer, ctx.offering(step_by_owners(optimizer, ctx))
-    return optimizer, ctx.offering(*step_on_parts(optimizer, ctx, is_elementwise(optimizer)))
+    return optimizer, ctx.offering(*step_in_parts(optimizer, ctx, by, is_elementwise(optimizer)))

@@ -6,7 +6,7 @@ Arguments and agreement of the ranks are here; the exchange itself is the engine
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from torch import nn
 from weft.checks import check_module, check_optimizer
 from weft.context import DistContext
 from weft.context.placement import place_module
-from weft.contract import Part, Phase, agree_on_parameters, layouts, offered, transform
+from weft.contract import Layout, Part, Phase, agree_on_parameters, layouts, offered, transform
 from weft.engines.torch.steps.local import LocalStepOptions, LocalSteps, check_same_parameters
 from weft.errors import ContextError, ContractError, listed
 from weft.peers.ledger import Ledger
@@ -107,7 +107,8 @@ def local_steps(
     chosen = _axis(ctx, axis)
     options = LocalStepOptions(axis=chosen, every=every, fragments=fragments, outer=outer)
     check_same_parameters(module, optimizer)
-    _check_states(module, optimizer, ctx, chosen)
+    where = layouts(module, ctx)
+    _check_states(optimizer, where, chosen)
     place_module("local_steps", module, ctx)
     sub = ctx.on(chosen)
     if sub.world_size > 1:
@@ -120,7 +121,7 @@ def local_steps(
             "optimizer": groups_of(module, [optimizer]),
         }
         agree_on_parameters("local_steps", module, ctx, facts)
-        broadcast_state(module, ctx, (chosen,))
+        broadcast_state(module, where, ctx, (chosen,))
     peers = Ledger(sub.world, "local_steps") if sub.world_size > 1 else None
     stacked = partial(stacked_over, ctx=ctx, axis=chosen)
     group = sub.group if sub.world_size > 1 else None
@@ -185,7 +186,7 @@ def _axis(ctx: DistContext, axis: str | None) -> str:
     return chosen
 
 
-def _check_states(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: DistContext, axis: str) -> None:
+def _check_states(optimizer: torch.optim.Optimizer, where: Mapping[str, Layout], axis: str) -> None:
     if callable(getattr(optimizer, "eval", None)):
         raise ContractError(
             f"local_steps: {type(optimizer).__name__} keeps a second set of parameters in its state",
@@ -193,7 +194,6 @@ def _check_states(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: Dist
             expected="one set of parameters, which the ranks can average",
             fix="torch.optim.AdamW with a schedule; or weft.replicate instead of local_steps",
         )
-    where = layouts(module, ctx)
     owned = [name for name, one in where.items() if one.owner]
     if owned:
         raise ContractError(

@@ -29,7 +29,7 @@ from weft.peers.ledger import Ledger
 from weft.peers.world import World
 from weft.precision import PrecisionOffer
 from weft.sharding import WeightSource, check_optimizers, exchange_parameters, groups_of, optimizers_in
-from weft.sharding.meta import MetaWeights, is_meta
+from weft.sharding.meta import Materializer, is_meta
 from weft.sharding.stage_tensors import StageTensors, forget_state
 from weft.sharding.stages import PipelinePlan, plan_of, plan_pipeline
 from weft.tensors.dtensor import is_fsdp
@@ -137,22 +137,22 @@ def pipeline(
     on_meta, old = is_meta(module), dict(module.named_parameters())
     if ranks == 1:
         if on_meta:
-            MetaWeights("pipeline", module, ctx, ctx.on(_others(ctx, axis)), weights).make_real(module)
-            exchange_parameters(module, ctx, old, optimizers)
+            Materializer("pipeline", module, ctx, ctx.on(_others(ctx, axis)), weights).make_real(module)
+            exchange_parameters(module, old, optimizers)
         else:
             place_module("pipeline", module, ctx)
         return module, ctx if loss is None else ctx.offering(SingleStage(module, loss))
     if not on_meta:
         check_place("pipeline", module, ctx)
-    check_optimizers("pipeline", module, ctx, optimizers)
+    check_optimizers("pipeline", module, optimizers)
     ctx.require_collective("pipeline")
     line = ctx.on(axis)
     facts = {"stages": plan.stages, "micro_batches": micro_batches, "schedule": schedule, "axis": axis, "meta": on_meta}
     agree_on_parameters("pipeline", module, ctx, {**facts, "rebind": groups_of(module, optimizers)})
-    source = MetaWeights("pipeline", module, ctx, ctx.on(_others(ctx, axis)), weights) if on_meta else None
+    source = Materializer("pipeline", module, ctx, ctx.on(_others(ctx, axis)), weights) if on_meta else None
     tensors = StageTensors(module, ctx, axis, plan, owners(schedule, ranks, number))
     tensors.keep(source)
-    exchange_parameters(module, ctx, old, optimizers)
+    exchange_parameters(module, old, optimizers)
     forget_state(module, optimizers)
     assert line.group is not None
     from weft.engines.torch.pipeline.pipelined import PipelinedModule  # noqa: PLC0415  (half a second of imports in torch)

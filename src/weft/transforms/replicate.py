@@ -5,7 +5,7 @@ Arguments and agreement of the ranks are here; the reduction itself is the engin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar
@@ -14,11 +14,10 @@ from torch import nn
 
 from weft.checks import check_module
 from weft.context import DistContext
-from weft.context.placement import apply_layout, place_module
 from weft.contract import (
+    Layout,
     Phase,
     Stateful,
-    agree_on_parameters,
     check_data_axes,
     check_methods,
     check_strategy_module,
@@ -32,11 +31,9 @@ from weft.engines.options import Compress, ReduceOptions
 from weft.engines.torch.reducing.buckets import sparse_gradients
 from weft.engines.torch.reducing.power_sgd import PowerSgdHook
 from weft.engines.torch.reducing.replica_average import ReplicaAverage
-from weft.engines.torch.reducing.trained import check_hooks
 from weft.errors import listed, type_error, value_error
-from weft.peers.ledger import Ledger
 from weft.precision import PowerSGD
-from weft.sharding import broadcast_state, facts_of, reductions, stacked_over
+from weft.sharding import reduce_module, stacked_over
 from weft.tensors.dtensor import is_sharded
 
 M = TypeVar("M", bound=nn.Module)
@@ -124,8 +121,9 @@ def replicate(
     )
     check_module("replicate", module)
     names = gradient_axes(module, ctx) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    found = layouts(module, ctx)
     check_data_axes("replicate", module, ctx, names)
-    check_strategy_module("replicate", module, ctx, names)
+    check_strategy_module("replicate", module, found, names)
     sub = ctx.on(names)
     check_methods("replicate", module, methods)
     wire = repr(compress) if isinstance(compress, PowerSGD) else compress is not None
@@ -137,24 +135,13 @@ def replicate(
         stacked = partial(stacked_over, ctx=ctx, axis=wide[0])
         compress = PowerSgdHook(compress, sub.rank, sub.world_size, stacked)
     kept: list[object] = [compress] if isinstance(compress, Stateful) else []  # for checkpoints
-    if sub.world_size == 1:
-        place_module("replicate", module, ctx)
-        if ctx.replicas is not None:
-            return module, ctx.offering(ReplicaAverage(module, ctx.replicas, options, alone=True))
-        layout = apply_layout(module, ctx, [name for name, _ in sub.axes], "no")
-        return module, ctx.offering(*kept) if layout is None else ctx.offering(layout)
-    ctx.require_collective("replicate")
-    _check_flat(module, ctx, names, flat=flat)
-    check_hooks("replicate", type(module).__name__, module.named_parameters())
-    agree_on_parameters("replicate", module, ctx, {**options.facts(), "compress": wire, **facts_of(module, ctx)})
-    options = replace(options, apart=reductions(module, ctx, names), compress=compress)
-    place_module("replicate", module, ctx)
-    assert sub.group is not None
-    broadcast_state(module, ctx, names)
-    peers = Ledger(sub.world, "replicate")
-    ctx = ctx.offering(ctx.engine.reduce_gradients(module, sub.group, options, peers), *kept)
+    if flat and sub.world_size > 1:
+        _check_flat(module, found, names)
+    options = replace(options, compress=compress)
+    reduced = reduce_module(module, found, ctx, names, options, {"compress": wire})
+    ctx = ctx.offering(*kept) if reduced is None else ctx.offering(reduced, *kept)
     if ctx.replicas is not None:
-        ctx = ctx.offering(ReplicaAverage(module, ctx.replicas, options, alone=False))
+        ctx = ctx.offering(ReplicaAverage(module, ctx.replicas, options, alone=reduced is None))
     return module, ctx
 
 
@@ -206,14 +193,14 @@ def _check_elastic(module: nn.Module, *, flat: bool, compress: bool) -> None:
         )
 
 
-def _check_flat(module: nn.Module, ctx: DistContext, names: Sequence[str], *, flat: bool) -> None:
+def _check_flat(module: nn.Module, found: Mapping[str, Layout], names: Sequence[str]) -> None:
     usual = set(names)
     apart = [
         name
-        for (name, one), p in zip(layouts(module, ctx).items(), module.parameters(), strict=True)
-        if is_sharded(p) or not usual.issuperset(one.reduce_over) or set(one.cut) & usual
+        for name, p in module.named_parameters()
+        if is_sharded(p) or not usual.issuperset(found[name].reduce_over) or set(found[name].cut) & usual
     ]
-    if flat and apart:
+    if apart:
         raise value_error(
             "replicate: flat=True keeps plain parameters only, whose gradients travel together",
             found=f"{listed(apart)}, sharded or reduced over other axes",

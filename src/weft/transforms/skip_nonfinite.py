@@ -10,6 +10,7 @@ from torch import nn
 from weft.checks import check_optimizer
 from weft.context import DistContext
 from weft.contract import Part, Phase, applied_to, offered, transform
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.skip import SkippingStep
 from weft.errors import ContractError, OrderError, listed, value_error
 from weft.precision import PrecisionOffer
@@ -52,7 +53,7 @@ def skip_nonfinite(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
     check_optimizer("skip_nonfinite", optimizer)
     modules = [ref() for record in ctx.applied if record.name == "with_precision" for ref in record.refs]
     pairs = [(module, offer) for module in modules for offer in offered(module, PrecisionOffer)]
-    wanted = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
+    wanted = set(map(id, parameters_of(optimizer)))
     if not any(wanted & {id(p) for p in cast("nn.Module", module).parameters()} for module, _ in pairs):
         raise OrderError(
             "skip_nonfinite: the context knows no module with a precision that holds these parameters",

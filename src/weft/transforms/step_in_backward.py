@@ -11,6 +11,7 @@ from weft.checks import check_optimizer, check_torch
 from weft.context import DistContext
 from weft.context.placement import check_ranks_send
 from weft.contract import GradSync, Part, Phase, applied_to, offered, transform
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.reducing.strategy import Strategy
 from weft.engines.torch.steps.in_backward import BackwardStep, is_stepped_in_backward
 from weft.engines.torch.steps.swapped import check_elementwise
@@ -78,7 +79,7 @@ def step_in_backward(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
 
 def _reduced_in_backward(optimizer: torch.optim.Optimizer, ctx: DistContext) -> list[torch.Tensor]:
     """The parameters whose gradients arrive reduced, once per step; raises where there are none."""
-    own = {id(p): p for entry in optimizer.param_groups for p in entry["params"]}
+    own = {id(p): p for p in parameters_of(optimizer)}
     if ctx.replicas is not None:
         _refuse("replicas, which average when backward has ended", "elastic= of weft.start")
     if any(map(is_stepped_in_backward, own.values())):

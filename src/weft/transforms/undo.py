@@ -69,7 +69,7 @@ def undo(
     for undo in reversed(undoable):
         old = dict(module.named_parameters())
         undo.undo()
-        exchange_parameters(module, ctx, old, optimizers)  # at once: the next one asks optimizers for their parameters
+        exchange_parameters(module, old, optimizers)  # at once: the next one asks optimizers for their parameters
     return module, ctx
 
 
@@ -82,5 +82,5 @@ def _optimizers(
     together = [ref() for record in ctx.records(module) for ref in record.refs]
     found = (*given, *(one for one in together if isinstance(one, torch.optim.Optimizer)))
     if any(is_sharded(p) or is_elsewhere(p) for p in module.parameters()):
-        check_optimizers("undo", module, ctx, found)
+        check_optimizers("undo", module, found)
     return tuple({id(one): one for one in found}.values())

@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from weft.checks import check_choice, check_module, check_optimizer
 from weft.context import DistContext
-from weft.context.placement import apply_layout, place_module
 from weft.context.sub_contexts import mesh_along
-from weft.contract import Phase, agree_on_parameters, check_methods, check_strategy_module, reduce_dtype, transform
-from weft.contract.layout import apart_axes
+from weft.contract import Phase, check_methods, check_strategy_module, layouts, reduce_dtype, transform
 from weft.contract.select_modules import Selection
-from weft.engines.options import Offload, ReduceOptions, ShardOptions, StepMeshes
-from weft.engines.results import Undoable
+from weft.engines.options import Offload, ReduceOptions, ShardOptions
 from weft.engines.torch.reducing.buckets import sparse_gradients
-from weft.engines.torch.reducing.trained import check_hooks
 from weft.engines.torch.steps.swapped import is_elementwise
-from weft.errors import ContractError, OrderError, listed, value_error
-from weft.peers.ledger import Ledger
+from weft.errors import ContractError, listed, value_error
 from weft.sharding import (
-    broadcast_state,
-    check_divides_state,
-    check_owners,
-    facts_of,
+    check_who_steps,
     groups_of,
-    reductions,
+    reduce_module,
     shard_module,
     sharding_axes,
-    step_by_owners,
+    step_in_parts,
     step_meshes,
 )
-from weft.sharding.owner_step import step_on_parts
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -142,24 +131,16 @@ def zero_partition(
     check_choice("zero_partition", "engine", engine, ("torch", "deepspeed"))
     check_choice("zero_partition", "by", by, ("all", "owner"))
     _check_trainable(module, optimizer, stage, engine)
-    if by == "owner":
-        _check_owners(optimizer, engine)
-    elif engine == "torch":
-        check_divides_state("zero_partition", optimizer)
+    if by == "owner" or engine == "torch":
+        check_who_steps("zero_partition", optimizer, by)
     methods = tuple(methods)
-    if engine == "deepspeed" and apart_axes(module):
-        raise OrderError(
-            "zero_partition: DeepSpeed averages over all ranks, of which local_steps lets some step apart",
-            found=f"local_steps along {listed(map(repr, apart_axes(module)))}",
-            expected="the other engine with local_steps",
-            fix='weft.zero_partition(model, optimizer, ctx, stage=2, engine="torch")',
-        )
     if engine == "deepspeed":
         partitioned = importlib.import_module("weft.interop.deepspeed_partition").zero_partition(
             module,
             optimizer,
             ctx,
             stage=stage,
+            by=by,
             axis=axis,
             units=units,
             unused=unused,
@@ -171,7 +152,8 @@ def zero_partition(
         )
         return module, optimizer, ctx if partitioned is None else ctx.offering(partitioned)
     _check_for_deepspeed_alone(stage, offload, config)
-    axes = sharding_axes("zero_partition", module, ctx, axis)
+    found = layouts(module, ctx)
+    axes = sharding_axes("zero_partition", module, found, ctx, axis)
     if stage > 1:
         shard_options = ShardOptions(
             reshard_after_forward=stage == 3,
@@ -181,10 +163,12 @@ def zero_partition(
             offload=offload == "cpu",
             strategy="zero_partition",
         )
-        sharded = shard_module("zero_partition", module, ctx, axes, shard_options, rebind=(optimizer,), units=units)
+        sharded = shard_module(
+            "zero_partition", module, found, ctx, axes, shard_options, rebind=(optimizer,), units=units
+        )
         if sharded is None:
             return module, optimizer, ctx
-        return module, optimizer, ctx.offering(sharded, *_step(module, optimizer, ctx, None, by=by))
+        return module, optimizer, ctx.offering(sharded, *step_in_parts(optimizer, ctx, by, is_elementwise(optimizer)))
     if units is not None:
         raise value_error(
             "zero_partition: units have no effect in stage 1",
@@ -193,7 +177,7 @@ def zero_partition(
             fix=_CALL,
         )
     flat = [name for together in axes for name in together]
-    check_strategy_module("zero_partition", module, ctx, flat)
+    check_strategy_module("zero_partition", module, found, flat)
     check_methods("zero_partition", module, methods)
     options = ReduceOptions(
         bucket_bytes=bucket_bytes,
@@ -203,56 +187,14 @@ def zero_partition(
         dtype=reduce_dtype(module),
         strategy="zero_partition",
     )
-    sub = ctx.on(flat)
-    if sub.world_size == 1:
-        place_module("zero_partition", module, ctx)
-        layout = apply_layout(module, ctx, flat, "state")
-        return module, optimizer, ctx if layout is None else ctx.offering(layout)
-    ctx.require_collective("zero_partition")
-    check_hooks("zero_partition", type(module).__name__, module.named_parameters())
-    facts = {
-        "stage": stage,
-        "axes": list(map(list, axes)),
-        **options.facts(),
-        "optimizer": groups_of(module, [optimizer]),
-        **facts_of(module, ctx),
-    }
-    agree_on_parameters("zero_partition", module, ctx, facts)
-    place_module("zero_partition", module, ctx)
-    assert sub.group is not None
-    broadcast_state(module, ctx, flat)
-    options = replace(options, apart=reductions(module, ctx, flat))
-    reducer = ctx.engine.reduce_gradients(module, sub.group, options, Ledger(sub.world, "zero_partition"))
-    others = step_meshes(module, ctx, axes[-1:])
-    step = _step(module, optimizer, ctx, mesh_along(ctx, axes[-1:]), others, by=by)
-    return module, optimizer, ctx.offering(reducer, *step)
-
-
-def _step(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    ctx: DistContext,
-    mesh: DeviceMesh | None,
-    others: StepMeshes | None = None,
-    *,
-    by: str,
-) -> Sequence[Undoable]:
-    """Let it step on this rank's part of each parameter if it can, else on all of one parameter after the other."""
-    if by == "owner":
-        return (step_by_owners(optimizer, ctx),)
+    facts = {"stage": stage, "axes": list(map(list, axes)), "optimizer": groups_of(module, [optimizer])}
+    reduced = reduce_module(module, found, ctx, flat, options, facts, cut="state")
+    ctx = ctx if reduced is None else ctx.offering(reduced)
+    if ctx.on(flat).world_size == 1:
+        return module, optimizer, ctx
     elementwise = is_elementwise(optimizer) and not sparse_gradients(module)
-    return step_on_parts(optimizer, ctx, elementwise, mesh, others)
-
-
-def _check_owners(optimizer: torch.optim.Optimizer, engine: str) -> None:
-    check_owners("zero_partition", optimizer)
-    if engine == "deepspeed":
-        raise value_error(
-            "zero_partition: DeepSpeed steps on all parameters of a group together",
-            found="by='owner' with engine='deepspeed'",
-            expected="engine='torch' with it",
-            fix='weft.zero_partition(model, optimizer, ctx, stage=2, by="owner")',
-        )
+    mesh, others = mesh_along(ctx, axes[-1:]), step_meshes(module, found, ctx, axes[-1:])
+    return module, optimizer, ctx.offering(*step_in_parts(optimizer, ctx, by, elementwise, mesh, others))
 
 
 def _check_for_deepspeed_alone(stage: int, offload: Offload, config: object) -> None:

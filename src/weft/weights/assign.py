@@ -102,7 +102,7 @@ class WeightAssignment:
         self._moves = [move for move in moves if not is_elsewhere(move.tensor)]
         self._memory = TargetMemory(module, ctx, {id(move.tensor) for move in self._moves}, self._dtypes)
         if any(waits_for_values(one.tensor) for one in held):
-            check_optimizers("load_weights", module, ctx, ())
+            check_optimizers("load_weights", module, ())
         self._staged: dict[int, torch.Tensor] = {}
 
     def facts(self) -> dict[str, object]:

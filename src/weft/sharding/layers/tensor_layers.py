@@ -11,13 +11,11 @@ from torch import nn
 
 from weft.checks import check_module, check_not_lazy, check_torch
 from weft.context import DistContext
-from weft.context.placement import place_module
-from weft.contract import agree_on_parameters, check_quantized_weights
+from weft.contract import agree_on_parameters, check_quantized_weights, layouts
 from weft.engines import Spmd
 from weft.engines.options import TensorOptions
 from weft.engines.results import TensorParallel
 from weft.errors import ContextError
-from weft.peers.agreement import exchange
 from weft.peers.ledger import Ledger
 from weft.sharding.layers.tensor_checks import (
     Styles,
@@ -30,7 +28,7 @@ from weft.sharding.layers.tensor_checks import (
 )
 from weft.sharding.layers.tensor_plan import blocks_around, tensor_plan
 from weft.sharding.layouts_over_axes import broadcast_state
-from weft.sharding.meta import MetaWeights, WeightSource, is_meta, place_real
+from weft.sharding.meta import WeightSource, is_meta, on_meta_anywhere, with_values
 from weft.sharding.shard_checks import check_optimizers, check_weights, groups_of
 from weft.sharding.shard_module import exchange_parameters
 
@@ -75,44 +73,34 @@ def cut_layers(
     ranks = 1 if ctx.world_size == 1 else ctx.axis_size(axis)
     styles = styles_of(module, tensor_plan(module) if plan == "auto" else plan)
     check_ties(module, styles)
-    check_weights(_WHAT, module, weights)
-    check_optimizers(_WHAT, module, ctx, rebind)
+    later, on_meta = weights == "later", is_meta(module)
+    check_weights(_WHAT, type(module).__name__, weights, on_meta=on_meta)
+    check_optimizers(_WHAT, module, rebind)
     if ranks > 1:
         check_sizes(module, styles, axis, ranks)
         check_hooks(module, styles)
         if any(style == "vocab" and isinstance(module.get_submodule(n), nn.Embedding) for n, style in styles.items()):
             check_torch(f'{_WHAT}: "vocab"', "2.13", "DTensor loses the mask of an embedding that is cut by rows")
     options = _options(module, styles, sequence=sequence)
-    later, on_meta = weights == "later", is_meta(module)
     facts = {**options.facts(), "axis": axis, "plan": {n: str(s) for n, s in styles.items()}, "later": later}
     facts["rebind"] = groups_of(module, rebind)
     if ctx.world_size > 1:
         agree_on_parameters(_WHAT, module, ctx, facts)
-        # The first rank may bring a real module, and the others one on meta.
-        entries = exchange(ctx.require_collective(_WHAT), f"{_WHAT}: meta", {"meta": on_meta})
-        on_meta = any(entry["meta"] for entry in entries)
-    line = ctx.on(axis) if ranks > 1 else ctx.on(ctx.axes[0][0]) if ctx.world_size == 1 else ctx.on(axis)
-    source = MetaWeights(_WHAT, module, ctx, line, weights) if on_meta and not later else None
+        on_meta = on_meta_anywhere(_WHAT, on_meta, ctx.require_collective(_WHAT))
+    line = ctx.on(ctx.axes[0][0] if ctx.world_size == 1 else axis)
     old = dict(module.named_parameters())
-    if source is None:
-        if later:
-            place_real(module, ctx)
-        else:
-            place_module(_WHAT, module, ctx)
-    elif ranks == 1:
-        source.make_real(module)
-        source.forget()
+    source = with_values(_WHAT, module, ctx, line, weights, on_meta=on_meta)
     cut: TensorParallel | None = None
     if ranks > 1:
         assert line.group is not None
         assert ctx.mesh is not None
         if source is None:
-            broadcast_state(module, ctx, [axis])
+            broadcast_state(module, layouts(module, ctx), ctx, [axis])
         options = replace(options, make_real=None if source is None else source.make_real)
         from weft.engines.torch.parallel.tensor_module import TensorParallelModule  # noqa: PLC0415  (slow to import)
 
         cut = TensorParallelModule(module, ctx.mesh[axis], line.group, options, Ledger(line.world, _WHAT))
-    exchange_parameters(module, ctx, old, rebind)
+    exchange_parameters(module, old, rebind)
     return cut
 
 

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.torch.amp.graph_walk import running_backward, walk_to_leaves
 from weft.engines.torch.hooks.backward_session import BackwardSession
+from weft.engines.torch.hooks.graph_walk import running_backward, walk_to_leaves
 from weft.errors import ContractError, listed
 from weft.precision import LossScaling
 from weft.tensors.dtensor import is_sharded, local, resting_parameters

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft import torch_internals
 from weft.engines.options import CompileOptions
 from weft.engines.torch.compute.activation_checkpoint import (
     already_recomputed,
@@ -27,7 +26,7 @@ from weft.engines.torch.compute.activation_checkpoint import (
     no_cached_casts,
     offloaded,
 )
-from weft.engines.torch.hooks.method_hooks import Removable, Routed, attach, call_routes
+from weft.engines.torch.hooks.method_hooks import CompiledCall, Removable, attach
 from weft.errors import listed, value_error
 
 
@@ -49,7 +48,7 @@ class Compiled:
             settings["backend"] = _backend(part, options.backend)
             code = codes.setdefault(type(part), _new_code(type(part)))
             compiled = torch.compile(_with_code(part.forward, code), **settings)
-            around = _Compiled(_steady(compiled) if already_recomputed(part) else compiled)
+            around = CompiledCall(_steady(compiled) if already_recomputed(part) else compiled)
             attach(part, self._removable, around=around, methods=["forward"])
 
     def undo(self) -> None:
@@ -63,14 +62,6 @@ def _backend(part: nn.Module, wanted: str | Callable[..., Any]) -> str | Callabl
     "eager" runs the second time with all its side effects, and statistics are arguments of the graph there.
     """
     return "aot_eager" if wanted == "eager" and moves_statistics_twice(part) else wanted
-
-
-class _Compiled:
-    def __init__(self, compiled: Callable[..., Any]) -> None:
-        self._compiled = compiled
-
-    def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._compiled(*args, **kwargs)
 
 
 def _steady(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,19 +90,6 @@ def _with_code(call: Callable[..., Any], code: types.CodeType) -> Callable[..., 
     """A function that calls `call`, with a given code object; see [Note: one code per class]."""
     forward = _calling(call)
     return types.FunctionType(code, forward.__globals__, code.co_name, None, forward.__closure__)
-
-
-def already_compiled(module: nn.Module) -> list[str]:
-    """Name the parts of `module` that are compiled, by us or by torch."""
-    return [name or "the module itself" for name, part in module.named_modules() if _is_compiled(part)]
-
-
-def _is_compiled(part: nn.Module) -> bool:
-    return (
-        any(isinstance(around, _Compiled) for around in call_routes(part, "forward"))
-        or not isinstance(torch_internals.COMPILED_CALL.of(part), (Routed, type(None)))
-        or torch_internals.compiled_module.holds(part)
-    )
 
 
 def check_backend(backend: str) -> None:

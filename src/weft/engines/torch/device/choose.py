@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 
 import torch
 
-from weft.errors import ContextError, MissingExtra
+from weft.errors import ContextError, MissingExtra, value_error
 
 
 def choose_device(request: str | None, local_rank: int, world_size: int) -> torch.device:
@@ -85,6 +86,29 @@ def select_device(device: torch.device) -> None:
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if present is not None and present.type == device.type and device.index is not None:
         torch.accelerator.set_device_index(device.index)
+
+
+def check_devices(what: str, places: Sequence[str]) -> None:
+    """Raise if a device is not there.
+
+    Raises:
+        ValueError: There is no such accelerator here.
+    """
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if here is not None else 0
+    wrong = [
+        place
+        for place in places
+        if (device := torch.device(place)).type != "cpu"
+        and (here is None or device.type != here.type or (device.index or 0) >= count)
+    ]
+    if wrong:
+        raise value_error(
+            f"{what}: {wrong[0]} is not available",
+            found=f"{count} of {here.type}" if here is not None else "no accelerator",
+            expected="devices of this machine",
+            fix='weft.weights.plan_placement(model, {"cpu": "30GB", "disk": None})',
+        )
 
 
 def default_backend(device: torch.device) -> str:

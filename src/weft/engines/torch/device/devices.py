@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.engines.torch.device.choose import choose_device, default_backend, select_device
+from weft.engines.torch.device.choose import check_devices, choose_device, default_backend, select_device
 from weft.engines.torch.device.prefetch import move, prefetch
 
 
@@ -43,8 +43,6 @@ class TorchDevices:
 
     def check_devices(self, what: str, places: Sequence[str]) -> None:
         """Raise if there is no such device."""
-        from weft.engines.torch.streaming.stream import check_devices  # noqa: PLC0415  (few programs need it)
-
         check_devices(what, places)
 
     def seed(self, device: torch.device, number: int) -> None:

@@ -26,7 +26,6 @@ from typing_extensions import override
 from weft import torch_internals
 from weft.engines.options import Reduction, ShardOptions
 from weft.engines.peers import Peers
-from weft.engines.torch.amp.graph_walk import running_backward
 from weft.engines.torch.fsdp.gather_order import watch_order
 from weft.engines.torch.fsdp.own_parameters import OwnParameters
 from weft.engines.torch.fsdp.pending_gradients import PendingGradients
@@ -38,17 +37,17 @@ from weft.engines.torch.fsdp.refusals import (
     refuse_copies,
 )
 from weft.engines.torch.fsdp.remove import remove_fsdp
-from weft.engines.torch.fsdp.trained import ShardedParameters
+from weft.engines.torch.fsdp.trained import TrainedShards
 from weft.engines.torch.fsdp.units import Units, called_as_forward
 from weft.engines.torch.fsdp.unused import Unused, watch_reductions
-from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
+from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward, when_entered
+from weft.engines.torch.hooks.graph_walk import running_backward
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.parameter_reads import explain_read
 from weft.engines.torch.parts.dtensor_reads import check_reads
 from weft.engines.torch.reducing.separate_reduction import SeparateReduction
 from weft.engines.torch.reducing.strategy import Strategy
 from weft.tensors.dtensor import spec_of, state_of
-from weft.tensors.nested import tensors
 
 
 class ShardedModule(Strategy):
@@ -74,7 +73,7 @@ class ShardedModule(Strategy):
         self._unused = Unused(mesh.device_type)
         how = {name: options.apart.get(name, Reduction(group, self.mean_over)) for name in options.ignored}
         apart = SeparateReduction(how, options.dtype)
-        self._trained = ShardedParameters(self._what, module, self._units, apart, lambda: self._entrance)
+        self._trained = TrainedShards(self._what, module, self._units, apart, lambda: self._entrance)
         refuse_calls_of_parts(self._what, module, self._units.ids, options.methods, self._refused)
         self._order = watch_order(self._what, module, list(self._units.groups()), group, peers, mesh.device_type)
         watch_reductions(self._units.groups(), self._unused, self._entrance)
@@ -157,7 +156,7 @@ class ShardedModule(Strategy):
         super()._before(module, args, kwargs)
         if torch.is_grad_enabled() and self._group is not None and not self._calls:
             self._trained.look(module, self._peers)
-            self._trained.look_for_optimizers(self._steps)
+            self._look_for_optimizers()
         if not self._calls:
             self._units.begin_call(module)
         self._calls.append(self._order.begin_forward())
@@ -176,7 +175,7 @@ class ShardedModule(Strategy):
             self._order.note_broken_pass()
             self._units.start_anew(module)
         elif torch.is_grad_enabled():
-            _watch_backward(output, self._entrance)
+            when_entered(output, self._entrance)
             if self._buffers is not None:
                 self._buffers.watch(output)
         else:
@@ -199,6 +198,10 @@ class ShardedModule(Strategy):
         if enabled != self.enabled:
             self.enabled = enabled
             self._units.synchronize(enabled=enabled)
+
+    @torch_internals.untraced
+    def _look_for_optimizers(self) -> None:
+        self._steps.look(self._trained.first(), lambda: self._trained.named().values())
 
     # -- one backward pass -----------------------------------------------------------------------
 
@@ -243,7 +246,7 @@ class ShardedModule(Strategy):
 
     def _reduce_now(self, what: str) -> None:
         """Reduce what the units hold, as the end of a backward pass does."""
-        self._trained.look_for_optimizers(self._steps)  # no rank may have called the module yet
+        self._look_for_optimizers()  # no rank may have called the module yet
         if any(self._peers.meet(what, self._held.pending)):
             module: Any = self._module()
             finish = torch_internals.STATE_LAST.of(state_of(module))
@@ -271,13 +274,6 @@ class ShardedModule(Strategy):
             self._raise_in_window()
         if self._held.pending and self._held.settle():
             self._reduce_now("a step after a window that was left early")
-
-
-def _watch_backward(output: Any, entrance: Callable[[torch.Tensor], None]) -> None:
-    """Learn when backward comes back through this output."""
-    for tensor in tensors(output):
-        if tensor.requires_grad:
-            tensor.register_hook(entrance)
 
 
 def _entrance(flag: bytearray, owner: weakref.ref[ShardedModule]) -> Callable[..., None]:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from weft import torch_internals
-from weft.engines.torch.amp.graph_walk import Running
 from weft.engines.torch.hooks.bypassed_forward import calls_that_bypass_forward
+from weft.engines.torch.hooks.graph_walk import Running
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.parts.refuse_pickle import refuse_states
 from weft.errors import ContractError, listed

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from weft import torch_internals
-from weft.tensors.blocks import whole_along
+from weft.tensors.blocks import unsharded_parameter
+from weft.tensors.dtensor import replace_parameters
 
 _KINDS = (
     torch_internals.FORWARD_PRE_HOOKS,
@@ -43,31 +44,6 @@ def remove_fsdp(module: nn.Module, specs: Mapping[str, Any]) -> None:
     replace_parameters(module, {p: unsharded_parameter(p, spec) for p, spec in sharded})
     for part in module.modules():
         _take_fsdp_off(part)
-
-
-def unsharded_parameter(parameter: DTensor, spec: Any) -> nn.Parameter:
-    """A parameter with the values and the gradient of a sharded one. Collectives: all-gathers.
-
-    Args:
-        parameter: As FSDP2 has sharded it.
-        spec: Mesh and placements of the parameter before that; None: it was a plain one.
-    """
-    mesh = None if spec is None else spec.mesh
-    count = parameter.device_mesh.ndim - (0 if mesh is None else mesh.ndim)
-    whole = nn.Parameter(whole_along(parameter, count, mesh), requires_grad=parameter.requires_grad)
-    if isinstance(parameter.grad, DTensor):
-        whole.grad = whole_along(parameter.grad, count, mesh)
-    return whole
-
-
-def replace_parameters(module: nn.Module, new: dict[Any, nn.Parameter]) -> None:
-    """Exchange parameters for others, wherever they are used, so that tied ones stay tied."""
-    by_id = {id(old): parameter for old, parameter in new.items()}
-    for part in module.modules():
-        slots = torch_internals.PARAMETERS.of(part)
-        for name, old in slots.items():
-            if id(old) in by_id:
-                slots[name] = by_id[id(old)]
 
 
 def _take_fsdp_off(part: nn.Module) -> None:

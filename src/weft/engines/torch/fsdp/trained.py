@@ -14,11 +14,10 @@ from weft.engines.torch.fsdp.refusals import check_loaded
 from weft.engines.torch.fsdp.units import Units
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.reducing.separate_reduction import SeparateReduction
-from weft.engines.torch.steps.watch import Steps
 from weft.tensors.remote_parameter import is_elsewhere
 
 
-class ShardedParameters:
+class TrainedShards:
     """Such parameters.
 
     Attributes:
@@ -88,8 +87,3 @@ class ShardedParameters:
     def average_unsharded(self) -> list[str]:
         """Average the gradients of parameters that FSDP2 does not cut, as `SeparateReduction.average` does."""
         return self.unsharded.average() if self.unsharded.named else []
-
-    @torch_internals.untraced
-    def look_for_optimizers(self, steps: Steps) -> None:
-        """Notice new ones."""
-        steps.look(self.first(), lambda: self.named().values())

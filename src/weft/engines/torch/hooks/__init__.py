@@ -1,6 +1,7 @@
 """Seeing what a module and its gradients do.
 
 method_hooks.py         something before and after a module's calls
+graph_walk.py           the graph of the backward pass that is running
 backward_session.py     when a backward pass enters a module, and when it has ended
 parameter_watch.py      parameters that were added, frozen or unfrozen
 parameter_reads.py      a sharded parameter that is read outside its unit

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from weft import torch_internals
+from weft.tensors.nested import tensors
 
 
 def _queue_callback(run: Callable[[], None]) -> None:
@@ -67,6 +68,13 @@ class BackwardSession:
             self.flag[0] = 0
             return True
         return False
+
+
+def when_entered(output: object, hook: Callable[[torch.Tensor], object]) -> None:
+    """Call a hook on a gradient when a backward pass comes back through one of these tensors."""
+    for tensor in tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(hook)
 
 
 def after_callbacks(run: Callable[[], None]) -> None:

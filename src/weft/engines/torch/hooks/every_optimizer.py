@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -78,6 +78,11 @@ def after_every_step(owner: T, run: Run[T]) -> StepHook[T]:
     return StepHook(owner, run, register_optimizer_step_post_hook)
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters in all groups of an optimizer, in order."""
+    return [p for entry in optimizer.param_groups for p in entry["params"]]
+
+
 def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
     """Find the living optimizers that hold one of these parameters."""
     wanted = {id(p) for p in parameters}
@@ -87,3 +92,13 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimi
         if issubclass(type(obj), torch.optim.Optimizer)
         and any(id(p) in wanted for entry in getattr(obj, "param_groups", ()) for p in entry["params"])
     ]
+
+
+def optimizers_besides(
+    known: Iterable[torch.optim.Optimizer], parameters: Collection[torch.Tensor]
+) -> list[torch.optim.Optimizer]:
+    """Find the living optimizers that hold one of these parameters and are not known."""
+    ids = {id(one) for one in known}
+    if any(id(one) not in ids for one in optimizers_of(parameters)):
+        gc.collect()  # some may have been dropped, in a cycle
+    return [one for one in optimizers_of(parameters) if id(one) not in ids]

@@ -16,6 +16,7 @@ from torch import nn
 from weft import torch_internals
 from weft.engines.peers import Peers, differing
 from weft.engines.torch.hooks.backward_session import after_callbacks
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.hooks.program_lines import strategy_line
 from weft.errors import AlreadyApplied, NotSynchronized, listed, warn
 from weft.tensors.checksums import can_be_read, checksums
@@ -151,7 +152,7 @@ class FirstSteps:
             return
         self._kept = self._stepped = None
         self.wants_gradients = number <= _NUM_STEPS and self._kept_often < _NUM_KEPT
-        if not any(p is probe for entry in optimizer.param_groups for p in entry["params"]):
+        if not any(p is probe for p in parameters_of(optimizer)):
             return
         adds, self._adds = self._adds, False
         if probe.grad is None:

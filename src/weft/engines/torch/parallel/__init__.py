@@ -8,5 +8,7 @@ sequence_exchange.py  what it sends
 sequence_inputs.py    what a model is called with then
 sequence_code.py      which parts of a model attend or number tokens, read from its code
 exchange.py           tensors that travel in one node of the graph, and gradients that come back
+sequence_slice.py     context parallelism, measured: a slice of a batch in parts and whole
+between_blocks.py     tensor parallelism, measured: what is between blocks that have parts of a sequence
 experts/              experts divided among ranks, and tokens sent to them
 """

@@ -25,10 +25,10 @@ from weft import torch_internals
 from weft.engines.options import TensorOptions
 from weft.engines.peers import Peers
 from weft.engines.probes import Probe
-from weft.engines.torch.fsdp.remove import replace_parameters, unsharded_parameter
 from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.engines.torch.hooks.function_transforms import refuse_torch_func
 from weft.engines.torch.hooks.method_hooks import attach
+from weft.engines.torch.parallel.between_blocks import BetweenBlocks
 from weft.engines.torch.parallel.part_sums import PartSums
 from weft.engines.torch.parallel.tensor_hooks import (
     added_hooks,
@@ -44,11 +44,12 @@ from weft.engines.torch.parts.cut_gradient import CutLayerGradient
 from weft.engines.torch.parts.dtensor_reads import check_reads
 from weft.engines.torch.parts.part_gradients import PartGradients
 from weft.engines.torch.parts.refuse_pickle import refuse_states
-from weft.engines.torch.probes.between_blocks import BetweenBlocks
 from weft.engines.torch.probes.no_trace import is_measured
 from weft.engines.torch.probes.whole_unit import TensorUnits
 from weft.engines.torch.reducing.strategy import Strategy
 from weft.errors import ContractError, listed
+from weft.tensors.blocks import unsharded_parameter
+from weft.tensors.dtensor import replace_parameters
 from weft.tensors.nested import tensors
 
 

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.torch.hooks.backward_session import after_callbacks
-from weft.engines.torch.hooks.every_optimizer import before_every_step
+from weft.engines.torch.hooks.backward_session import after_callbacks, when_entered
+from weft.engines.torch.hooks.every_optimizer import before_every_step, parameters_of
 from weft.engines.torch.parts.refuse_pickle import refuse_optimizer_file
-from weft.tensors.nested import tensors
 from weft.tensors.remote_parameter import RemoteTensor
 
 
@@ -44,9 +43,7 @@ class PartGradients:
     def follow(self, output: object) -> None:
         """A backward pass through these tensors brings gradients to parameters of the module."""
         if torch.is_grad_enabled():
-            for tensor in tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._enter)
+            when_entered(output, self._enter)
 
     def _enter(self, gradient: torch.Tensor) -> None:
         number = torch_internals.graph_task_id()
@@ -73,7 +70,7 @@ class PartGradients:
     def _hide(self, optimizer: torch.optim.Optimizer) -> None:
         module = self._module()
         ours = set() if module is None else set(map(id, module.parameters()))
-        held = [p for entry in optimizer.param_groups for p in entry["params"] if id(p) in ours]
+        held: list[Any] = [p for p in parameters_of(optimizer) if id(p) in ours]
         there = [p for p in held if isinstance(p, RemoteTensor)]
         cut = [p.grad for p in held if self._cut is not None and isinstance(p.grad, self._cut)]
         for p in there:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded
@@ -35,7 +36,7 @@ def refuse_optimizer_file(what: str, optimizer: torch.optim.Optimizer, state: di
         optimizer: Whose state it is.
         state: Of its `state_dict`.
     """
-    is_part = any(isinstance(p, RemoteTensor) for entry in optimizer.param_groups for p in entry["params"])
+    is_part = any(isinstance(p, RemoteTensor) for p in parameters_of(optimizer))
     for number, entry in state["state"].items():
         for name, value in entry.items():
             if is_part or (isinstance(value, torch.Tensor) and is_sharded(value)):

@@ -7,8 +7,5 @@ repeated_hooks.py  which hooks run again in it
 observed.py        what is computed while a probe runs, and without dropout
 same_draws.py      rows draw the same random numbers together and separately
 whole_unit.py      tensor parallelism: layers on several ranks, and whole on each
-between_blocks.py  and what is between blocks that have parts of a sequence
 part_uses.py       and whether a loss takes from what lies between them
-whole_experts.py   expert parallelism: experts on several ranks and all on each, and the layers around them
-sequence_slice.py  context parallelism: a slice of a batch in parts and whole
 """

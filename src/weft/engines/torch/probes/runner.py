@@ -26,9 +26,8 @@ from torch.func import functional_call
 from weft import torch_internals
 from weft.engines.peers import Peers
 from weft.engines.probes import Compared, OnlyInParts, Probe, ProbeMode, Schedule, WatchingProbe
-from weft.engines.torch.compute.compile_module import already_compiled
 from weft.engines.torch.hooks.function_transforms import in_torch_func
-from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
+from weft.engines.torch.hooks.method_hooks import Removable, already_compiled, attach, route_calls
 from weft.engines.torch.probes.compare import (
     OF_PARTS,
     difference,

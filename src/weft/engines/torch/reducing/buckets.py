@@ -10,7 +10,7 @@ Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.options import Compress
+from weft.engines.options import ReduceOptions
 from weft.engines.torch.reducing.power_sgd import PowerSgdHook
 from weft.tensors.pairwise import as_real
 
@@ -35,25 +35,20 @@ class Buckets:
     def __init__(
         self,
         module: nn.Module,
-        names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
+        named: Mapping[str, nn.Parameter],
         group: dist.ProcessGroup,
-        *,
-        bucket_bytes: int,
-        find_unused: bool,
-        dtype: torch.dtype | None,
-        compress: Compress | None = None,
+        options: ReduceOptions,
         order: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._parameters: list[torch.Tensor] = list(parameters)
-        self._names, self._group = list(names), group
-        self._bucket_bytes, self._find_unused = bucket_bytes, find_unused
+        self._parameters: list[torch.Tensor] = list(named.values())
+        self._names, self._group, self._options = list(named), group, options
         by_name = sparse_gradients(module)
-        self._sparse = [name in by_name for name in names]
+        self._sparse = [name in by_name for name in named]
+        compress, dtype = options.compress, options.dtype
         if isinstance(compress, PowerSgdHook):
             compress.take(self._parameters)
         hook = _in_dtype(dtype) if compress is None and dtype is not None else compress
-        is_whole = order is not None and sum(map(len, order)) == len(parameters)  # none was frozen or unfrozen since
+        is_whole = order is not None and sum(map(len, order)) == len(named)  # none was frozen or unfrozen since
         self.order = [list(bucket) for bucket in order] if order is not None and is_whole else None
         self._told = bytearray([hook is None])
         self._hook = None if hook is None else _noting(hook, self._told)
@@ -65,16 +60,17 @@ class Buckets:
         return bool(self._told[0])
 
     def _make_reducer(self) -> None:
-        limits = [min(torch_internals.FIRST_BUCKET_BYTES.found, self._bucket_bytes), self._bucket_bytes]
+        most = self._options.bucket_bytes
+        limits = [min(torch_internals.FIRST_BUCKET_BYTES.found, most), most]
         buckets, sizes = torch_internals.assign_buckets(self._parameters, limits, self._sparse)
         self._reducer = dist.Reducer(
             self._parameters,
             self.order or list(reversed(buckets)),  # gradients come last layer first
-            [self._bucket_bytes] * len(self.order) if self.order else list(reversed(sizes)),
+            [most] * len(self.order) if self.order else list(reversed(sizes)),
             self._group,
             self._sparse,
-            self._bucket_bytes,
-            self._find_unused,
+            most,
+            self._options.unused == "zero",
             True,  # noqa: FBT003  (gradients are views of the buckets: one copy less)
             dict(enumerate(self._names)),
             limits[0],

@@ -117,22 +117,14 @@ class FlatBuffer:
         keeps_values: Whether the parameters lie in it, too.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        group: dist.ProcessGroup,
-        *,
-        find_unused: bool,
-        dtype: torch.dtype | None,
-        keeps_values: bool,
-    ) -> None:
-        self.keeps_values = keeps_values
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, options: ReduceOptions) -> None:
+        self.keeps_values = options.flat
         self._indices = {id(p): index for index, p in enumerate(parameters)}
         self.pieces: list[FlatPiece] = []
         self._group: dist.ProcessGroup = group
         self._scale = 1 / dist.get_world_size(group)
-        self._find_unused = find_unused
-        self._dtype = dtype
+        self._find_unused = options.unused == "zero"
+        self._dtype = options.dtype
         self.lay_out(parameters)
 
     def lay_out(self, order: Sequence[nn.Parameter]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.reducing.flat_buffer import FlatBuffer, FlatPiece
 from weft.engines.torch.reducing.reducer import GradientReducer
 from weft.engines.torch.steps.swapped import SHARED_STATE, StepsOnOthers, check_no_closure
@@ -32,7 +33,7 @@ def flat_buffer_of(optimizer: torch.optim.Optimizer, reducers: Sequence[object])
         OrderError: None of the reducers keeps one.
         ContractError: Parameters in it may be without gradient.
     """
-    wanted = {id(p) for entry in optimizer.param_groups for p in entry["params"] if p.requires_grad}
+    wanted = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
     for reducer in reducers:
         if not isinstance(reducer, GradientReducer) or not isinstance(reducer.transport.channel, FlatBuffer):
             continue
@@ -122,22 +123,14 @@ class FlatStep(StepsOnOthers):
         self._runs: list[_FlatSlice] = []
         buffer.lay_out([p for group in self._groups for p in group if p.requires_grad])
         self._buffer = weakref.ref(buffer)  # it holds the process group
-        self._plain: list[list[torch.Tensor]] | None = None  # while a step runs: the user's groups
         self._adopt_layout(optimizer, buffer.pieces)
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-            optimizer.register_load_state_dict_post_hook(self._join),
-        ]
+        super().__init__(optimizer, self._before, self._after, self._join)
         # Torch's own spends more time on being traced and profiled than on the gradients.
-        self._optimizer = weakref.ref(optimizer)
         setattr(optimizer, "zero_grad", _ZeroGrad(optimizer))  # noqa: B010  (of this instance alone)
 
     def undo(self) -> None:
         """Take the hooks off; the state stays with the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        optimizer = self._optimizer()
+        optimizer = self._unhook()
         if optimizer is not None:
             optimizer.__dict__.pop("zero_grad", None)
 
@@ -158,7 +151,7 @@ class FlatStep(StepsOnOthers):
             run.join_state(optimizer)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._plain is not None:
+        if self._own is not None:
             self._put_back(optimizer)  # the last step raised half-way
         check_no_closure("fuse_step", (*args[1:], *kwargs.values()))
         self._check_groups(optimizer)
@@ -170,19 +163,15 @@ class FlatStep(StepsOnOthers):
             run.values.grad = gradient
             if run.state:
                 optimizer.state[run.values] = run.state
-        self._plain = [entry["params"] for entry in optimizer.param_groups]
-        for entry, flat, frozen in zip(optimizer.param_groups, self._flat, self._frozen, strict=True):
-            # A gradient from before a parameter was frozen counts, as in a plain step.
-            entry["params"] = flat + [p for p in frozen if p.grad is not None]
+        # A gradient from before a parameter was frozen counts, as in a plain step.
+        pairs = zip(self._flat, self._frozen, strict=True)
+        self._give(optimizer, [[*flat, *(p for p in frozen if p.grad is not None)] for flat, frozen in pairs])
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._put_back(optimizer)
 
     def _put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        assert self._plain is not None
-        for entry, plain in zip(optimizer.param_groups, self._plain, strict=True):
-            entry["params"] = plain
-        self._plain = None
+        self._give_back(optimizer)
         for run in self._runs:
             state = optimizer.state.pop(run.values, None)
             if state and not run.state:

@@ -34,10 +34,10 @@ from typing_extensions import override
 from weft import torch_internals
 from weft.engines.options import ReduceOptions
 from weft.engines.peers import Peers
-from weft.engines.torch.amp.graph_walk import running_backward
 from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.engines.torch.hooks.bypassed_forward import raise_bypassed_forward
 from weft.engines.torch.hooks.function_transforms import in_torch_func
+from weft.engines.torch.hooks.graph_walk import running_backward
 from weft.engines.torch.hooks.method_hooks import attach
 from weft.engines.torch.reducing.flat_buffer import fit_one_message
 from weft.engines.torch.reducing.separate_reduction import SeparateReduction

@@ -19,13 +19,12 @@ from torch.utils.hooks import RemovableHandle
 from weft import torch_internals
 from weft.engines.options import StrategyOptions
 from weft.engines.peers import Replicas
-from weft.engines.torch.amp.graph_walk import running_backward
-from weft.engines.torch.hooks.backward_session import BackwardSession
+from weft.engines.torch.hooks.backward_session import BackwardSession, when_entered
+from weft.engines.torch.hooks.graph_walk import running_backward
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.engines.torch.reducing.flat_buffer import FlatPiece
-from weft.errors import UnusedParameters, listed
+from weft.engines.torch.reducing.strategy import unused_error
 from weft.tensors.dtensor import local
-from weft.tensors.nested import tensors
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -114,13 +113,7 @@ class ReplicaAverage:
         if without and not zeros:
             for name in without:
                 self._named[name].grad = None
-            raise UnusedParameters(
-                f"replicate: {len(without)} parameter(s) of {self._class_name} got no gradient in this backward pass",
-                found=listed(without),
-                expected="every parameter that requires a gradient takes part in the loss, on every replica",
-                fix='weft.replicate(..., unused="zero"), or requires_grad_(False) on them; on all of '
-                f"{self._class_name} while the loss of another model flows through it (a critic, a discriminator)",
-            )
+            raise unused_error("replicate", self._class_name, without, "replica")
         used = torch.tensor([float(name not in without) for name in trained]) if zeros else None
         for name in without:
             if trained[name].grad is None:
@@ -207,9 +200,7 @@ def _enter(session: BackwardSession, parameter: torch.Tensor) -> None:
 
 
 def _watch(session: BackwardSession, module: nn.Module, inputs: Any, output: Any) -> None:
-    for tensor in tensors(output):
-        if tensor.requires_grad:
-            tensor.register_hook(partial(_enter, session))
+    when_entered(output, partial(_enter, session))
 
 
 def _watch_passes(buffers: SharedBuffers, module: nn.Module, inputs: Any, output: Any) -> None:

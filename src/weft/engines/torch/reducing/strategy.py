@@ -12,6 +12,7 @@ from torch import nn
 
 from weft.engines.options import StrategyOptions
 from weft.engines.peers import Peers
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.hooks.first_steps import FirstSteps
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
@@ -90,7 +91,7 @@ class Strategy:
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer cannot step on shards, or would come to other numbers."""
-        if any(is_sharded(p) for entry in optimizer.param_groups for p in entry["params"]):
+        if any(is_sharded(p) for p in parameters_of(optimizer)):
             from weft.engines.torch.steps import full_params  # noqa: PLC0415  (DTensors are there)
 
             full_params.check_steps_on_shards(self._what, optimizer)
@@ -135,13 +136,7 @@ class Strategy:
             self._first_steps.see_inputs(self._module(), args, kwargs)
 
     def _raise_unused(self, names: Sequence[str]) -> NoReturn:
-        error = UnusedParameters(
-            f"{self._what}: {len(names)} parameter(s) of {self._class_name} got no gradient in this backward pass",
-            found=listed(names),
-            expected="every parameter that requires a gradient takes part in the loss, on every rank",
-            fix=f'weft.{self._what}(..., unused="zero"), or requires_grad_(False) on them; on all of '
-            f"{self._class_name} while the loss of another model flows through it (a critic, a discriminator)",
-        )
+        error = unused_error(self._what, self._class_name, names, "rank")
         self._peers.report(error)
         raise error
 
@@ -152,3 +147,14 @@ class Strategy:
             expected="one optimizer step after the last micro-batch of a window",
             fix="for batch in window: ...; then optimizer.step(), after the inner loop",
         )
+
+
+def unused_error(what: str, class_name: str, names: Sequence[str], where: str) -> UnusedParameters:
+    """The error for parameters that got no gradient, which they should on every rank, or replica."""
+    return UnusedParameters(
+        f"{what}: {len(names)} parameter(s) of {class_name} got no gradient in this backward pass",
+        found=listed(names),
+        expected=f"every parameter that requires a gradient takes part in the loss, on every {where}",
+        fix=f'weft.{what}(..., unused="zero"), or requires_grad_(False) on them; on all of '
+        f"{class_name} while the loss of another model flows through it (a critic, a discriminator)",
+    )

@@ -14,6 +14,7 @@ from torch import nn
 from weft import torch_internals
 from weft.engines.options import ReduceOptions
 from weft.engines.peers import Peers
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.hooks.program_lines import strategy_line
@@ -198,7 +199,7 @@ class TrainedParameters:
             optimizer: About to step.
             peers: The same strategy on the other ranks.
         """
-        held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
+        held = set(map(id, parameters_of(optimizer)))
         named = zip(self.names, self.parameters, strict=True)
         # Of parameters that fewer ranks add up, the others have other parts.
         besides = {name for name, how in self._apart.items() if how.scale != 1}

@@ -177,24 +177,9 @@ class Transport:
 
     def _make_channel(self, module: nn.Module, order: list[list[int]] | None = None) -> Channel:
         assert self._group is not None
-        options, parameters = self._options, list(self._named.values())
-        find_unused = options.unused == "zero"
-        if options.at_end:
-            keeps_values = options.flat
-            return FlatBuffer(
-                parameters, self._group, find_unused=find_unused, dtype=options.dtype, keeps_values=keeps_values
-            )
-        return Buckets(
-            module,
-            list(self._named),
-            parameters,
-            self._group,
-            bucket_bytes=options.bucket_bytes,
-            find_unused=find_unused,
-            dtype=options.dtype,
-            compress=options.compress,
-            order=order,
-        )
+        if self._options.at_end:
+            return FlatBuffer(list(self._named.values()), self._group, self._options)
+        return Buckets(module, self._named, self._group, self._options, order)
 
 
 def _through_one_node(output: Any) -> Any:

@@ -11,4 +11,14 @@ local.py         steps on a rank's own gradients, and what the ranks do now and 
 skip.py          the step that is skipped on non-finite gradients
 rebind.py        optimizers moved to parameters that were replaced
 state_layout.py  where state lies between steps
+
+[Note: order in a step] torch calls hooks on all optimizers first, then those on this one as they were registered:
+
+1. watch: hooks on all optimizers attach `Steps` to one that it has not seen; of the hooks on it `Steps` comes first,
+   reduces what is pending, and compares settings.
+2. skip: `SkippingStep`, whose transform comes before strategies.
+3. swap: `StepsOnOthers` of a strategy, of which there is one; `step_on_one_kind` moves its own behind all others.
+4. the step of the class.
+5. put back: the same hooks; those of the program that come after see an optimizer as it is between steps.
+6. exchange: `LocalSteps` moves itself behind all others.
 """

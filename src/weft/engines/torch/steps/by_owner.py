@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.rebind import state_as
 from weft.engines.torch.steps.swapped import Groups, SwappedStep
 from weft.errors import ContractError, listed
@@ -133,7 +134,7 @@ class OwnerStep(SwappedStep):
         self._rank = dist.get_rank(group)
         self._share = share
         self._held = [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
-        parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
+        parameters = parameters_of(optimizer)
         self._every = assign_owners(parameters, blocks, dist.get_world_size(group))
         self._rounds = owner_rounds(self._every, dist.get_world_size(group))
         self._places = [place for place, entry in enumerate(optimizer.param_groups) for _ in entry["params"]]
@@ -150,9 +151,7 @@ class OwnerStep(SwappedStep):
 
     def undo(self) -> None:
         """Take the hooks off and give every rank its part of all state. Collectives: two broadcasts per parameter."""
-        for handle in self._handles:
-            handle.remove()
-        optimizer = self._optimizer()
+        optimizer = self._unhook()
         states: Any = {} if optimizer is None else optimizer.state
         for one in self._every:
             state = self._share(states.get(one.parameter), one.owner)

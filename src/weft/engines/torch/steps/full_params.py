@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
-from weft import torch_internals
 from weft.checks import is_of
 from weft.engines.options import StepMeshes
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.state_layout import state_layout
-from weft.engines.torch.steps.swapped import Groups, SwappedStep, is_elementwise
+from weft.engines.torch.steps.swapped import Groups, SwappedStep, is_elementwise, step_hooks
 from weft.errors import OrderError
 from weft.tensors.blocks import full_tensor, redistributed_as
 from weft.tensors.nested import map_tensors, tensors
@@ -46,9 +46,7 @@ class WholeStep(SwappedStep):
 
     def undo(self) -> None:
         """Take the hooks off. State of plain parameters is made whole: one all-gather per tensor."""
-        for handle in self._handles:
-            handle.remove()
-        optimizer = self._optimizer()
+        optimizer = self._unhook()
         for parameter, state in optimizer.state.items() if optimizer is not None else ():
             if not isinstance(parameter, DTensor) or parameter in self._others:
                 state.update(map_tensors(functools.partial(_joined, parameter=parameter), dict(state)))
@@ -134,10 +132,9 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
         return  # steps on what this rank holds; see `one_kind.py`
     kind: Any = type(optimizer)  # mypy does not know that a class has a hash
     problem = _problem_of(kind)
-    if problem is None and any(_is_uneven(p) for entry in optimizer.param_groups for p in entry["params"]):
+    if problem is None and any(_is_uneven(p) for p in parameters_of(optimizer)):
         problem = "cannot step on complex shards that differ in size: torch would lose its steps"
-    hooks = [getattr(hook, "__self__", None) for hook in torch_internals.STEP_PRE_HOOKS.of(optimizer).values()]
-    gathers = any(isinstance(one, SwappedStep) or getattr(one, "by_request", False) for one in hooks)
+    gathers = any(isinstance(one, SwappedStep) or getattr(one, "by_request", False) for one in step_hooks(optimizer))
     if problem is None or gathers:
         return
     name = kind.__name__

@@ -19,7 +19,7 @@ from torch import nn
 from weft import torch_internals
 from weft.checks import check_count, check_optimizer
 from weft.engines.peers import Peers
-from weft.engines.torch.hooks.every_optimizer import before_every_step
+from weft.engines.torch.hooks.every_optimizer import before_every_step, parameters_of
 from weft.errors import ContractError, listed, type_error
 from weft.tensors.dtensor import local, resting_parameters
 from weft.tensors.messages import add_up, broadcast
@@ -67,7 +67,7 @@ class LocalStepOptions:
         """
         made = torch.optim.SGD(anchors, lr=1.0) if self.outer is None else self.outer(anchors)
         check_optimizer("local_steps", made, fix="outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9)")
-        held = [id(p) for entry in made.param_groups for p in entry["params"]]
+        held = list(map(id, parameters_of(made)))
         if sorted(held) != sorted(map(id, anchors)):
             raise ContractError(
                 f"local_steps: outer made {type(made).__name__} over other parameters",
@@ -133,7 +133,7 @@ class LocalSteps:
         if module is None or self._group is None or optimizer is self._optimizer():
             return
         own = set(map(id, resting_parameters(module)))
-        if any(id(p) in own for entry in optimizer.param_groups for p in entry["params"]):
+        if any(id(p) in own for p in parameters_of(optimizer)):
             raise ContractError(
                 f"local_steps: a step of another {type(optimizer).__name__} than the one it was given",
                 found="a second optimizer over parameters of the module, whose steps no exchange would follow",
@@ -306,7 +306,7 @@ def check_same_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -
     """
     names = [name for name, _ in module.named_parameters()]
     own = dict(zip(names, resting_parameters(module), strict=True))
-    held = {id(p) for entry in optimizer.param_groups for p in entry["params"] if p.requires_grad}
+    held = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
     trained = {name: p for name, p in own.items() if p.requires_grad}
     lost = [name for name, p in trained.items() if id(p) not in held]
     if lost or len(held) > len(trained):

@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from weft import torch_internals
-from weft.engines.torch.hooks.every_optimizer import optimizers_of
+from weft.engines.torch.hooks.every_optimizer import optimizers_of, parameters_of
 from weft.engines.torch.steps.shards import ParameterShard, PartitionedStep
-from weft.engines.torch.steps.swapped import StepsOnOthers, is_elementwise
+from weft.engines.torch.steps.swapped import StepsOnOthers, is_elementwise, step_hooks
 from weft.tensors.blocks import as_dtensor, full_tensor
 from weft.tensors.dtensor import local
 
@@ -33,8 +33,7 @@ def step_on_one_kind(optimizer: torch.optim.Optimizer) -> tuple[RemovableHandle,
     Returns:
         The hooks, if they are new.
     """
-    hooks = (getattr(hook, "__self__", None) for hook in torch_internals.STEP_PRE_HOOKS.of(optimizer).values())
-    found = [one for one in hooks if isinstance(one, StepsOnOthers)]
+    found = [one for one in step_hooks(optimizer) if isinstance(one, StepsOnOthers)]
     mine = next((one for one in found if isinstance(one, _OneKind)), None)
     if not found:
         return _OneKind(optimizer).handles
@@ -66,7 +65,7 @@ class _OneKind(PartitionedStep):
 
     @override
     def _take_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
+        parameters = parameters_of(optimizer)
         mesh = next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
         is_mixed = mesh is not None and not all(isinstance(p, DTensor) for p in parameters)
         self._copied_over = mesh if is_mixed and not self._elementwise and not _is_wrapped(optimizer) else None
@@ -92,14 +91,14 @@ class _OneKind(PartitionedStep):
 
     @override
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._plain is not None:
+        if self._own is not None:
             super()._after(optimizer, args, kwargs)
 
 
 def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether another optimizer has the same groups: one that steps inside the other finds what that has put there."""
     groups = set(map(id, optimizer.param_groups))
-    parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
+    parameters = parameters_of(optimizer)
     others = (one for one in optimizers_of(parameters) if one is not optimizer)
     return any(id(entry) in groups for one in others for entry in one.param_groups)
 

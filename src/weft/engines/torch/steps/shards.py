@@ -12,7 +12,6 @@ update of an element depends on that element alone; see `WholeStep` for the othe
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -247,15 +246,9 @@ class PartitionedStep(StepsOnOthers):
         self._take_groups(optimizer)
         found = [part.mesh for part in self._all() if isinstance(part, _Rows)]
         self._meshes = list({id(one): one for one in found}.values())  # over which rows are gathered
-        self._plain: list[list[torch.Tensor]] | None = None
         self._kept: dict[int, tuple[list[int], _RowsGather]] = {}
         self._take_state(optimizer)
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-            optimizer.register_load_state_dict_post_hook(self._take_state),
-        ]
-        self._optimizer = weakref.ref(optimizer)
+        super().__init__(optimizer, self._before, self._after, self._take_state)
 
     def release(self) -> None:
         """Let the process group go."""
@@ -267,9 +260,7 @@ class PartitionedStep(StepsOnOthers):
 
     def undo(self) -> None:
         """Take the hooks off and make the state of plain parameters whole: one all-gather per tensor of it."""
-        for handle in self._handles:
-            handle.remove()
-        optimizer = self._optimizer()
+        optimizer = self._unhook()
         for part in self._all():
             state = {} if optimizer is None or isinstance(part, _Shard) else optimizer.state.get(part.parameter, {})
             for key, value in state.items():
@@ -305,7 +296,7 @@ class PartitionedStep(StepsOnOthers):
             part.cut_state(optimizer)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._plain is not None:
+        if self._own is not None:
             self._put_back(optimizer)  # the last step raised
         return after_closure(args, kwargs, lambda: self._exchange(optimizer))  # a closure sees the parameters whole
 
@@ -315,11 +306,11 @@ class PartitionedStep(StepsOnOthers):
             self._take_other_groups(optimizer)
         for part in self._all():
             part.enter(optimizer)
-        self._plain = [entry["params"] for entry in optimizer.param_groups]
-        for entry, group in zip(optimizer.param_groups, self._parts, strict=True):
-            entry["params"] = [
-                p if part is None else part.values for p, part in zip(entry["params"], group, strict=True)
-            ]
+        others = [
+            [p if part is None else part.values for p, part in zip(entry["params"], group, strict=True)]
+            for entry, group in zip(optimizer.param_groups, self._parts, strict=True)
+        ]
+        self._give(optimizer, others)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stepped = self._put_back(optimizer)
@@ -329,10 +320,7 @@ class PartitionedStep(StepsOnOthers):
 
     def _put_back(self, optimizer: torch.optim.Optimizer) -> list[ParameterShard]:
         """Let the optimizer hold whole parameters again; returns what was stepped."""
-        assert self._plain is not None
-        for entry, plain in zip(optimizer.param_groups, self._plain, strict=True):
-            entry["params"] = plain
-        self._plain = None
+        self._give_back(optimizer)
         return [part for part in self._all() if part.leave(optimizer)]
 
     def _take_other_groups(self, optimizer: torch.optim.Optimizer) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from weft.engines.torch.amp.loss_scale import LossScale, check_finite
+from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.swapped import after_closure
 
 
@@ -54,7 +55,7 @@ class SkippingStep:
         self._scales = [weakref.ref(scale) for scale in scales]
         self._seen = weakref.WeakKeyDictionary({scale: scale.backwards for scale in scales})
         self._handle = optimizer.register_step_pre_hook(self._before_step)
-        held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
+        held = set(map(id, parameters_of(optimizer)))
         self._own = [ref for ref, one in zip(self._scales, scales, strict=True) if _holds(one, held)]
         self._count(1)
 
@@ -84,7 +85,7 @@ class SkippingStep:
             return
         for scale in scales:
             scale.unscale_after_error()
-        parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
+        parameters = parameters_of(optimizer)
         held = {id(p) for p in parameters}
         own = [_holds(scale, held) for scale in scales]
         changed = any(scale.was_changed(parameters) for scale, mine in zip(scales, own, strict=True) if mine)

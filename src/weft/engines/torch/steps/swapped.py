@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from weft import torch_internals
 from weft.errors import ContractError, value_error
 
 Groups = Sequence[Sequence[torch.Tensor]]
@@ -37,21 +38,50 @@ SHARED_STATE = frozenset({"step", "eta", "mu", "mu_product"})
 class StepsOnOthers:
     """Hooks on an optimizer that exchange the tensors in its groups for a step, and put them back."""
 
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        before: Callable[..., Any],
+        after: Callable[..., None],
+        take_state: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._own: list[list[torch.Tensor]] | None = None  # what its groups hold otherwise, while a step runs
+        self._handles = [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+            optimizer.register_load_state_dict_post_hook(take_state),
+        ]
+
+    def _give(self, optimizer: torch.optim.Optimizer, others: Groups) -> None:
+        """Let its groups hold other tensors."""
+        self._own = [entry["params"] for entry in optimizer.param_groups]
+        for entry, parameters in zip(optimizer.param_groups, others, strict=True):
+            entry["params"] = list(parameters)
+
+    def _give_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let its groups hold their own tensors again."""
+        assert self._own is not None
+        for entry, parameters in zip(optimizer.param_groups, self._own, strict=True):
+            entry["params"] = parameters
+        self._own = None
+
+    def _unhook(self) -> torch.optim.Optimizer | None:
+        """Take the hooks off; returns the optimizer, if it is alive."""
+        for handle in self._handles:
+            handle.remove()
+        return self._optimizer()
+
 
 class SwappedStep(StepsOnOthers):
     """The hooks on one optimizer; who inherits says in `_step_parts` what is stepped on."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        super().__init__(optimizer, self._on_step, self._after_step, self._take_state)
         self._step = plain_step(optimizer)
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._before: list[dict[str, Any]] = []
+        self._numbers: list[dict[str, Any]] = []
         self._moved: list[dict[str, Any]] = []
-        self._handles = [
-            optimizer.register_step_pre_hook(self._on_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_load_state_dict_post_hook(self._take_state),
-        ]
         self._take_state(optimizer)
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
@@ -69,7 +99,7 @@ class SwappedStep(StepsOnOthers):
             optimizer: With their state in its own.
             part: Group by group, with gradients.
         """
-        for entry, before, parameters in zip(optimizer.param_groups, self._before, part, strict=True):
+        for entry, before, parameters in zip(optimizer.param_groups, self._numbers, part, strict=True):
             entry.update(before)
             entry["params"] = list(parameters)
         self._step(optimizer)
@@ -78,11 +108,11 @@ class SwappedStep(StepsOnOthers):
     def _on_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check_no_closure("step on whole parameters", (*args[1:], *kwargs.values()))
         groups = [entry["params"] for entry in optimizer.param_groups]
-        self._before, self._moved = _numbers(optimizer), []
+        self._numbers, self._moved = _numbers(optimizer), []
         try:
             self._step_parts(optimizer, groups)
         finally:
-            for entry, parameters, before in zip(optimizer.param_groups, groups, self._before, strict=True):
+            for entry, parameters, before in zip(optimizer.param_groups, groups, self._numbers, strict=True):
                 entry.update(before)
                 entry["params"] = parameters
         for parameters in groups:  # the optimizer's own step, which comes now, finds nothing to do
@@ -102,6 +132,11 @@ class SwappedStep(StepsOnOthers):
 
 def _numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in entry.items() if key != "params"} for entry in optimizer.param_groups]
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The objects whose methods are called before each step of an optimizer, in this order."""
+    return [getattr(hook, "__self__", None) for hook in torch_internals.STEP_PRE_HOOKS.of(optimizer).values()]
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> Any:

@@ -19,9 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from weft import torch_internals
 from weft.engines.peers import Peers, differing
-from weft.engines.torch.hooks.every_optimizer import after_every_step, before_every_step, optimizers_of
+from weft.engines.torch.hooks.every_optimizer import after_every_step, before_every_step, optimizers_of, parameters_of
 from weft.engines.torch.parts.refuse_pickle import refuse_optimizer_file
-from weft.engines.torch.steps.swapped import replace_closure
+from weft.engines.torch.steps.swapped import replace_closure, step_hooks
 from weft.errors import ContractError, NotSynchronized, listed
 from weft.tensors.checksums import checksums
 from weft.tensors.dtensor import is_sharded, local
@@ -142,8 +142,7 @@ class Steps:
             NotSynchronized: It has; as every rank has done the same, on all of them.
         """
         for optimizer in () if self.number else self._seen:
-            hooks = [getattr(hook, "__self__", None) for hook in torch_internals.STEP_PRE_HOOKS.of(optimizer).values()]
-            if any(isinstance(one, StepInParts) and one.is_left_out(optimizer) for one in hooks):
+            if any(isinstance(one, StepInParts) and one.is_left_out(optimizer) for one in step_hooks(optimizer)):
                 kind = type(optimizer).__name__
                 raise NotSynchronized(
                     f"{self._what}: {kind} steps on whole parameters",
@@ -156,7 +155,7 @@ class Steps:
     def arrange(self, optimizer: torch.optim.Optimizer) -> None:
         """One whose steps are seen is about to step, and no hook on it has run: let it step on tensors of one kind."""
         seen = self._seen.get(optimizer)
-        if seen is not None and any(is_sharded(p) for entry in optimizer.param_groups for p in entry["params"]):
+        if seen is not None and any(is_sharded(p) for p in parameters_of(optimizer)):
             from weft.engines.torch.steps.one_kind import step_on_one_kind  # noqa: PLC0415  (DTensors are there)
 
             seen.handles += step_on_one_kind(optimizer)
@@ -167,7 +166,7 @@ class Steps:
         Raises:
             ContractError: The module has gradients and no optimizer, and this one has no gradients.
         """
-        held = [p for entry in optimizer.param_groups for p in entry["params"]]
+        held = parameters_of(optimizer)
         if self.number or len(self._seen) or self._group is None or any(p.grad is not None for p in held):
             return  # a module that was stepped on had an optimizer, which may be gone
         if any(p.grad is not None for p in module.parameters()):
@@ -199,7 +198,7 @@ class Steps:
         if optimizer not in self._known:
             self._known.add(optimizer)
             wanted = {id(p) for p in module.parameters()}
-            if any(id(p) in wanted for entry in optimizer.param_groups for p in entry["params"]):
+            if any(id(p) in wanted for p in parameters_of(optimizer)):
                 self.attach(optimizer)
             else:
                 self.check_other(optimizer, module)
@@ -247,7 +246,7 @@ class Steps:
             return loss
         # A Python float has 64 bits; with fewer, a line search would decide otherwise than in one process.
         if isinstance(loss, float):
-            device = next(p.device for entry in optimizer.param_groups for p in entry["params"])
+            device = next(p.device for p in parameters_of(optimizer))
             mean = torch.tensor(loss, dtype=torch.float64, device=device)
         else:
             mean = loss.detach().clone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,7 +14,7 @@ from weft import torch_internals
 from weft.engines.torch.device.prefetch import move
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.streaming.slots import Fill, Slots, Wanted
-from weft.errors import ContractError, value_error
+from weft.errors import ContractError
 from weft.tensors.nested import leaves
 
 
@@ -160,26 +160,3 @@ def _has_gradients(part: StreamedPart, inputs: Any) -> bool:
 
 def _bring(device: torch.device, _: nn.Module, args: Any, kwargs: Any) -> Any:
     return move(args, device, non_blocking=True), move(kwargs, device, non_blocking=True)
-
-
-def check_devices(what: str, places: Sequence[str]) -> None:
-    """Raise if a device is not there.
-
-    Raises:
-        ValueError: There is no such accelerator here.
-    """
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = torch.accelerator.device_count() if here is not None else 0
-    wrong = [
-        place
-        for place in places
-        if (device := torch.device(place)).type != "cpu"
-        and (here is None or device.type != here.type or (device.index or 0) >= count)
-    ]
-    if wrong:
-        raise value_error(
-            f"{what}: {wrong[0]} is not available",
-            found=f"{count} of {here.type}" if here is not None else "no accelerator",
-            expected="devices of this machine",
-            fix='weft.weights.plan_placement(model, {"cpu": "30GB", "disk": None})',
-        )

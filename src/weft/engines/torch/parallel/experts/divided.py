@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from weft import torch_internals
 from weft.engines.probes import Probe
-from weft.engines.torch.fsdp.remove import replace_parameters, unsharded_parameter
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.engines.torch.hooks.function_transforms import refuse_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach
@@ -27,14 +26,15 @@ from weft.engines.torch.parallel.experts.all_to_all import Line
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.local_losses import refuse_local_losses
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
+from weft.engines.torch.parallel.experts.whole_experts import ExpertUnits, SplitRows
 from weft.engines.torch.parts.dtensor_reads import check_reads
 from weft.engines.torch.parts.part_gradients import PartGradients
 from weft.engines.torch.parts.refuse_pickle import refuse_states
-from weft.engines.torch.probes.whole_experts import ExpertUnits, SplitRows
 from weft.engines.torch.probes.whole_unit import called_around
 from weft.engines.torch.steps.full_params import check_steps_on_shards
 from weft.engines.torch.steps.one_kind import step_on_one_kind
-from weft.tensors.blocks import as_dtensor
+from weft.tensors.blocks import as_dtensor, unsharded_parameter
+from weft.tensors.dtensor import replace_parameters
 from weft.tensors.messages import broadcast
 from weft.tensors.remote_parameter import empty_elsewhere
 
