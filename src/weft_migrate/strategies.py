@@ -61,7 +61,7 @@ def strategy(draft: Draft, node: cst.CSTNode | None = None) -> list[str]:
         draft: The translation.
         node: Where something is said about what is not taken over, if it is.
     """
-    if draft.script.library.name == "Fabric":
+    if draft.script.is_fabric:
         return _of_fabric(draft, node)
     values = dict(draft.config)
     for setting, (kind, key) in _PLUGINS.items():
@@ -147,7 +147,6 @@ def model_lines(
     for name, given in models.items():
         given_now = given
         if policy:
-            draft.imports |= {"torch"} if "torch." in policy else set()
             lines.append(f"{name}, {ctx} = weft.with_precision({given}, {ctx}, {policy})")
             given_now = name
         mine = [paired[name]] if name in paired else list(optimizers)
@@ -176,8 +175,7 @@ def _line(
 
 def _reduce(draft: Draft) -> str | None:
     """In which dtype the hook of DDP sends gradients, as text; a hook that is chosen at run time has its value."""
-    handlers = draft.handlers("DistributedDataParallelKwargs")
-    hook = next((found for each in handlers if (found := each.keywords.get("comm_hook"))), None)
+    hook = draft.handler("DistributedDataParallelKwargs").get("comm_hook")
     kind, made = draft.script.made(hook)
     if kind == "DDPCommunicationHookType" and made.args:
         return f'{{"fp16": torch.float16, "bf16": torch.bfloat16}}.get({code(made.args[0])})'
@@ -186,7 +184,7 @@ def _reduce(draft: Draft) -> str | None:
 
 def precision(draft: Draft) -> tuple[str | None, bool]:
     """The policy as text, if there is one, and whether it may be fp16."""
-    if draft.script.library.name == "Fabric":
+    if draft.script.is_fabric:
         value: Any = literal(draft.script.settings.get("precision"))
         policy = _POLICIES.get(str(value), "no")
         return (None if policy == "no" else f'"{policy}"'), policy == "fp16"
@@ -198,8 +196,7 @@ def precision(draft: Draft) -> tuple[str | None, bool]:
     may_scale = not is_literal or literal(setting) == "fp16"
     scaling = [
         f"{_SCALING[name]}={code(value)}"
-        for each in draft.handlers("GradScalerKwargs")
-        for name, value in each.keywords.items()
+        for name, value in draft.handler("GradScalerKwargs").items()
         if name in _SCALING
     ]
     changes = [f"reduce={reduce}"] if reduce else []
@@ -207,15 +204,12 @@ def precision(draft: Draft) -> tuple[str | None, bool]:
         changes.append(f"scaling=weft.precision.LossScaling({', '.join(scaling)})")
     if not changes:
         return text, may_scale
-    draft.imports.add("dataclasses")
     return f"dataclasses.replace(weft.precision.named_policy({text}), {', '.join(changes)})", may_scale
 
 
 def _replicate_options(draft: Draft) -> str:
     options = ""
-    for name, value in (
-        pair for each in draft.handlers("DistributedDataParallelKwargs") for pair in each.keywords.items()
-    ):
+    for name, value in draft.handler("DistributedDataParallelKwargs").items():
         text = code(value)
         last = text.rpartition(".")[2]
         if name == "find_unused_parameters" and text == "True":

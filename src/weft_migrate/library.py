@@ -1,9 +1,10 @@
-"""The rows of a library: what its calls, attributes and settings are in weft."""
+"""The rows of a library: what its calls, attributes and settings are in weft, read from a file of this folder."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -11,14 +12,12 @@ class Template(NamedTuple):
     """A call in weft: `{name}` is the text of an argument; parameters without a default have to be there.
 
     Attributes:
-        text: `{ctx}` is the context.
+        text: `{ctx}` is the context; a comma before an argument without text goes with it.
         parameters: In the order of the library, with the text that stands for one that is not given.
-        needs: Module to import.
     """
 
     text: str
-    parameters: Mapping[str, str | None] = MappingProxyType({})
-    needs: str = ""
+    parameters: Mapping[str, str | None]
 
 
 class Library(NamedTuple):
@@ -44,19 +43,40 @@ class Library(NamedTuple):
 
     name: str
     modules: Sequence[str]
-    names: frozenset[str]
+    names: Sequence[str]
     variable: str
-    classes: frozenset[str]
+    classes: Sequence[str]
     positional: Sequence[str]
     prepares: Mapping[str, Sequence[str]]
     methods: Mapping[str, Template]
     attributes: Mapping[str, str]
     functions: Mapping[str, Template]
     settings: Mapping[str, str]
-    makers: frozenset[str]
+    makers: Sequence[str]
     hints: Mapping[str, str]
     remarks: Mapping[str, str]
 
     def has(self, module: str, name: str = "") -> bool:
         """Whether an import is from this library."""
         return any(f"{module}.".startswith(f"{each}.") for each in self.modules) or f"{module}.{name}" in self.names
+
+
+def read_library(name: str) -> Library:
+    """The library of a file, `name.toml`."""
+    table = tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
+    return Library(**table | {kind: templates(table[kind]) for kind in ("methods", "functions")})
+
+
+def templates(table: Mapping[str, str]) -> Mapping[str, Template]:
+    """A row for each call of a table, by name.
+
+    Example:
+        >>> templates({"gather(tensor, dim=0)": "weft.gather({tensor}, {ctx})"})["gather"].parameters
+        {'tensor': None, 'dim': '0'}
+    """
+    found: dict[str, Template] = {}
+    for call, text in table.items():
+        name, _, parameters = call.removesuffix(")").partition("(")
+        parts = [each.partition("=") for each in parameters.split(", ") if each]
+        found[name] = Template(text, {each: default if equals else None for each, equals, default in parts})
+    return found
