@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -39,6 +40,9 @@ class Library(NamedTuple):
         makers: Calls that make a setting, and are removed.
         hints: What to write instead of what is left.
         remarks: What is different about what was translated.
+        plugins: Arguments of plugins and strategies, and their names in a configuration file; "" for those that are
+            about memory, speed or files of the library alone.
+        precisions: Names of a precision, and the policies of weft.
     """
 
     name: str
@@ -55,6 +59,8 @@ class Library(NamedTuple):
     makers: Sequence[str]
     hints: Mapping[str, str]
     remarks: Mapping[str, str]
+    plugins: Mapping[str, str]
+    precisions: Mapping[str, str] = MappingProxyType({})
 
     def has(self, module: str, name: str = "") -> bool:
         """Whether an import is from this library."""

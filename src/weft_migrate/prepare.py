@@ -14,7 +14,7 @@ def construct(draft: Draft, call: cst.Call) -> str:
     """`Accelerator(...)` becomes `weft.start(...)`; its other settings are arguments of transforms."""
     if isinstance(draft.script.parents[call], cst.Attribute):
         raise Left(otherwise="ctx = weft.start(), once; then ctx.rank, ctx.is_main, ctx.is_last, ctx.device")
-    arguments, made = given(call), strategy(draft)
+    arguments = given(call)
     options = [each for name, value in arguments.keywords.items() if (each := _option(draft, call, name, value))]
     if arguments.spread:
         draft.check(call, "these arguments: not taken over")
@@ -25,8 +25,8 @@ def construct(draft: Draft, call: cst.Call) -> str:
             draft.check(call, f'{name}: not a literal, so not taken over; weft.shard_data(loader, ctx, mode="{mode}")')
     limits = draft.handler("InitProcessGroupKwargs")
     options += [f"timeout_s=({code(limits['timeout'])}).total_seconds()"] if set(limits) == {"timeout"} else []
-    starts = [each.removeprefix("weft.start(").removesuffix(")") for each in made if each.startswith("weft.start(")]
-    return f"weft.start({', '.join([*options, *starts])})"
+    options += [each.options for each in strategy(draft) if each.name == "start"]
+    return f"weft.start({', '.join(options)})"
 
 
 def _option(draft: Draft, call: cst.Call, name: str, value: Expression) -> str:

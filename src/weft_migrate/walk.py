@@ -17,7 +17,7 @@ from weft_migrate.statements import STATEMENTS, is_whole, statement
 from weft_migrate.strategies import strategy
 
 _DEFAULTS = MappingProxyType({"mixed_precision": '"no"', "gradient_accumulation_steps": "1"})
-_KINDS = MappingProxyType({"FSDP": "weft.fully_shard(", "DEEPSPEED": "weft.zero_partition("})
+_KINDS = MappingProxyType({"FSDP": "fully_shard", "DEEPSPEED": "zero_partition"})
 
 
 class Walk(cst.CSTTransformer):
@@ -187,8 +187,7 @@ class Walk(cst.CSTTransformer):
         texts = {"XLA": f'{ctx}.device.type == "xla"', "TPU": f'{ctx}.device.type == "xla"'}
         texts["NO"] = f"{ctx}.world_size == 1"
         if script.are_known and kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-            found = any(_KINDS.get(kind, "?") in call for call in strategy(self.draft))
-            texts[kind] = str(found)
+            texts[kind] = str(any(call.name == _KINDS.get(kind) for call in strategy(self.draft)))
         equal = isinstance(first.operator, (cst.Equal, cst.Is))
         if kind not in texts or others or not (equal or isinstance(first.operator, (cst.NotEqual, cst.IsNot))):
             self.draft.left(left, self.draft.hint("distributed_type"))
