@@ -36,7 +36,7 @@ class Library(NamedTuple):
         methods: Rows for the methods of its object.
         attributes: Texts for the attributes.
         functions: Rows for functions.
-        settings: Keywords of its object and what to write; "" for what is taken over.
+        settings: Keywords of its object and what to write; "" for what is taken over, as is what `makers` make.
         makers: Calls that make a setting, and are removed.
         hints: What to write instead of what is left.
         remarks: What is different about what was translated.

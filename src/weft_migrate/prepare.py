@@ -39,9 +39,7 @@ def _option(draft: Draft, call: cst.Call, name: str, value: Expression) -> str:
         return 'device="cpu"' if literal(value) == "cpu" else ""
     if name in ("strategy", "precision") and not (isinstance(value, _LITERAL) or script.made(value)[0]):
         draft.check(call, f"{name}: {code(value)} is no literal, so not taken over")
-    elif name in _PLUGIN_HINTS and not script.made(value)[0] and dotted(value) != "None":
-        draft.check(call, f"{name}: {_PLUGIN_HINTS[name]}")
-    elif hint and not (name == "loggers" and logger_folder(draft)):
+    elif hint and dotted(value) != "None" and script.made(value)[0] not in script.library.makers:
         draft.check(call, f"{name}: {hint}")
     return ""
 
@@ -54,11 +52,6 @@ def logger_folder(draft: Draft) -> str | None:
 
 
 _LITERAL = (cst.SimpleString, cst.Integer)
-_PLUGIN_HINTS = {
-    "fsdp_plugin": "model, ctx = weft.fully_shard(model, ctx, units=[Block]) instead of weft.replicate",
-    "deepspeed_plugin": "model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=2)",
-    "megatron_lm_plugin": "weft.tensor_parallel, weft.pipeline; `weft config import` reads its settings",
-}
 
 
 def prepare(draft: Draft, node: cst.Assign, call: cst.Call) -> list[str]:
