@@ -190,10 +190,7 @@ class Draft:
         if value is None:
             return default if self.script.are_known else None
         if self._reaches(value, node):
-            text = _text(name, value)
-            binding = (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation)
-            bound = isinstance(self.script.parents[node], (*binding, cst.BooleanOperation, cst.Attribute))
-            return f"({text})" if " " in text and bound else text
+            return _text(name, value)
         around = [each for each in self.script.above(node) if isinstance(each, cst.FunctionDef)]
         return name if around and self._add_parameter(around[-1], name, value) else None
 

@@ -17,6 +17,7 @@ from weft_migrate.statements import STATEMENTS, is_whole, statement
 from weft_migrate.strategies import strategy
 
 _DEFAULTS = MappingProxyType({"mixed_precision": '"no"', "gradient_accumulation_steps": "1"})
+_BINDING = (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation, cst.BooleanOperation)
 _KINDS = MappingProxyType({"FSDP": "fully_shard", "DEEPSPEED": "zero_partition"})
 
 
@@ -76,7 +77,10 @@ class Walk(cst.CSTTransformer):
         new = self._attribute(original_node)
         if new is None:
             return self._annotation(original_node, updated_node)
-        return self.draft.expression(new) if isinstance(new, str) else new
+        if not isinstance(new, str):
+            return new
+        bound = " " in new and isinstance(self.script.parents[original_node], (*_BINDING, cst.Attribute))
+        return self.draft.expression(f"({new})" if bound else new)
 
     def _attribute(self, node: cst.Attribute) -> str | cst.CSTNode | None:
         """The text of an attribute that is not called; the node itself if it is left; None if it is no use."""
@@ -96,9 +100,7 @@ class Walk(cst.CSTTransformer):
             draft.left(node, draft.hint(name, "the settings are arguments of weft.start and of the transforms"))
             return node
         if name in script.library.attributes:
-            text = script.library.attributes[name].format(ctx=draft.context(node.value))
-            bound = isinstance(parent, (cst.UnaryOperation, cst.Comparison, cst.ComparisonTarget))
-            return f"({text})" if " " in text and bound else text
+            return script.library.attributes[name].format(ctx=draft.context(node.value))
         if name == "sync_gradients" and is_after_backward(draft, node):
             return "True"
         if name in _DEFAULTS and (setting := draft.setting_at(name, node, _DEFAULTS[name])):

@@ -94,6 +94,19 @@ class RankFacts:
         return sizes[axis]
 
 
+def on_nodes(rank: int, size: int, per_node: int) -> dict[str, int]:
+    """The facts of a rank where each node, but perhaps the last one, has as many ranks as another."""
+    node, per_node = rank // min(per_node, size), min(per_node, size)
+    return {
+        "rank": rank,
+        "world_size": size,
+        "local_rank": rank % per_node,
+        "local_world_size": min(per_node, size - node * per_node),
+        "node_rank": node,
+        "num_nodes": -(-size // per_node),
+    }
+
+
 def rank_groups(facts: RankFacts, names: Sequence[str]) -> list[list[int]]:
     """Sort the ranks into groups whose members differ along `names` only."""
     groups: dict[tuple[int, ...], list[int]] = {}

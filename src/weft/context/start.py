@@ -27,7 +27,7 @@ from weft import torch_internals
 from weft.context import shutdown
 from weft.context.config import read_config
 from weft.context.distcontext import DistContext
-from weft.context.rank_facts import rank_groups
+from weft.context.rank_facts import on_nodes, rank_groups
 from weft.context.settings import (
     CONFIG_VARIABLE,
     SETTINGS,
@@ -517,7 +517,7 @@ def _adopted(
     place = Topology(rank=world.rank, world_size=world.size)
     if pretended is not None:
         _check_pretended(pretended, dict(mesh[0]))
-        place = _place_among(pretended)
+        place = Topology(**on_nodes(pretended.rank(), pretended.size(), pretended.per_node))
     elif world.size > 1:
         board = RankStore(torch_internals.default_store(), limit_s=timeout_s)
         board = board.below(f"weft/adopted/{ranks[0]}-{len(ranks)}")
@@ -546,18 +546,6 @@ def _check_pretended(group: PretendedGroup, mesh: dict[str, int]) -> None:
             + ",".join(f"{name}={size}" for name, size in mesh.items()),
         )
     group.axes = mesh
-
-
-def _place_among(group: PretendedGroup) -> Topology:
-    size, rank, per_node = group.size(), group.rank(), min(group.per_node, group.size())
-    return Topology(
-        rank=rank,
-        world_size=size,
-        local_rank=rank % per_node,
-        local_world_size=min(per_node, size - rank // per_node * per_node),
-        node_rank=rank // per_node,
-        num_nodes=-(-size // per_node),
-    )
 
 
 def _place_by_hosts(world: World) -> Topology:
