@@ -22,7 +22,7 @@ from weft.engines.torch.reducing.trained import is_reduced
 from weft.errors import ContractError, listed
 from weft.peers.agreement import exchange
 from weft.tensors.dtensor import is_sharded
-from weft.tensors.nested import tensors
+from weft.tensors.nested import leaves, tensors
 
 
 class Finding(NamedTuple):
@@ -191,14 +191,9 @@ def _parts_alone(modules: Sequence[nn.Module], model: object) -> Iterator[Findin
 
 
 def _each(value: object, kind: type[Any]) -> Iterator[Any]:
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _each(item, kind)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _each(item, kind)
+    """The objects of a kind in a nested value."""
+    found = leaves(value, whole=lambda one: isinstance(one, kind))
+    return (leaf for _, leaf in found if isinstance(leaf, kind))
 
 
 def _loaders(value: Any) -> list[object]:
