@@ -12,15 +12,6 @@ from weft_migrate.script import Expression, Loop, Script, code, dotted, elements
 
 N = TypeVar("N", bound=cst.CSTNode)
 
-# Settings that stand in an object: which one, and their name there.
-_HOLDERS = (
-    ("gradient_accumulation_steps", "gradient_accumulation_plugin", "num_steps"),
-    ("gradient_accumulation_steps", "deepspeed_plugin", "gradient_accumulation_steps"),
-    ("split_batches", "dataloader_config", "split_batches"),
-    ("dispatch_batches", "dataloader_config", "dispatch_batches"),
-    ("even_batches", "dataloader_config", "even_batches"),
-    ("project_dir", "project_config", "project_dir"),
-)
 # What new code may use besides weft.
 _MODULES = frozenset(
     {"contextlib", "dataclasses", "functools", "gc", "importlib.util", "logging", "os", "safetensors.torch", "torch"}
@@ -157,7 +148,8 @@ class Draft:
     def setting(self, name: str) -> Expression | None:
         """An argument of the accelerator, of the object that holds it, or of the configuration file."""
         found = self.script.settings.get(name)
-        for setting, holder, inner in _HOLDERS:
+        for place, setting in self.script.library.held.items():
+            holder, _, inner = place.partition(".")
             if found is None and setting == name:
                 found = self.script.made(self.script.settings.get(holder))[1].keywords.get(inner)
         configured = self.config.get(name, dict(self.config.get("deepspeed_config") or {}).get(name))

@@ -42,6 +42,7 @@ class Library(NamedTuple):
         remarks: What is different about what was translated.
         plugins: Arguments of plugins and strategies, and their names in a configuration file; "" for those that are
             about memory, speed or files of the library alone.
+        held: Settings that are an argument of another one, as "setting.argument".
         precisions: Names of a precision, and the policies of weft.
     """
 
@@ -60,6 +61,7 @@ class Library(NamedTuple):
     hints: Mapping[str, str]
     remarks: Mapping[str, str]
     plugins: Mapping[str, str]
+    held: Mapping[str, str] = MappingProxyType({})
     precisions: Mapping[str, str] = MappingProxyType({})
 
     def has(self, module: str, name: str = "") -> bool:

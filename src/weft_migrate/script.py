@@ -231,15 +231,12 @@ def find(tree: cst.Module, library: Library) -> Script:
                 script.imported[bound(alias)] = dotted(alias.name)
             else:
                 script.modules.add(bound(alias))
-    arguments = [n for n in script.parents if isinstance(n, cst.Param)]
     script.used = {n.value for n in script.parents if isinstance(n, cst.Name) and not is_part(n, script.parents[n])}
-    if script.imported or script.modules:
-        typed = {
-            n.name.value
-            for n in arguments
-            if n.annotation and script.original(n.annotation.annotation) in library.classes
-        }
-        script.holders |= typed | {library.variable} & {n.name.value for n in arguments}
+    is_used = script.imported or script.modules
+    for parameter in [n for n in script.parents if isinstance(n, cst.Param)] if is_used else []:
+        typed = parameter.annotation and script.original(parameter.annotation.annotation) in library.classes
+        if typed or parameter.name.value == library.variable:
+            script.holders.add(parameter.name.value)
     assigned = [n for n in script.parents if isinstance(n, (cst.Assign, cst.AnnAssign)) and n.value is not None]
     for node in assigned:
         _holder(script, node)
