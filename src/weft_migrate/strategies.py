@@ -54,7 +54,7 @@ def strategy(draft: Draft, node: cst.CSTNode | None = None) -> list[Applied]:
         if name == kind:
             values[key] = {names.get(each) or each: literal(value) for each, value in given.keywords.items()}
             _lost(draft, node, kind, given)
-    found = []
+    found: list[Applied] = []
     for call in calls_of({key: value for key, value in values.items() if key not in ("mixed_precision", "debug")}):
         function, _, arguments = call.partition("  #")[0].removesuffix(")").partition("(")
         name = function.rpartition(".")[2]
@@ -98,7 +98,8 @@ def _of_fabric(draft: Draft, node: cst.CSTNode | None) -> list[Applied]:
 
 
 def _fsdp_of_fabric(keywords: Mapping[str, Expression], *, offload: bool) -> list[Applied]:
-    calls, options = [], []
+    calls: list[Applied] = []
+    options: list[str] = []
     sharding = str(literal(keywords.get("sharding_strategy")) or "")
     if sharding.startswith("HYBRID"):
         calls.append(Applied("start", 'mesh={"replica": -1, "shard": torch.accelerator.device_count()}'))
@@ -202,7 +203,7 @@ def precision(draft: Draft) -> tuple[str | None, bool]:
 
 
 def _replicate_options(draft: Draft) -> str:
-    options = []
+    options: list[str] = []
     for name, value in draft.handler("DistributedDataParallelKwargs").items():
         text = code(value)
         last = text.rpartition(".")[2]

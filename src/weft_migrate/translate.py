@@ -113,9 +113,9 @@ class _Imports(cst.CSTTransformer):
         first: Any = lines[0]
         return cst.FlattenSentinel([first.with_changes(leading_lines=updated_node.leading_lines), *lines[1:]])
 
-    def _kept(self, node: Any) -> cst.BaseSmallStatement | None:
+    def _kept(self, node: cst.BaseSmallStatement) -> cst.BaseSmallStatement | None:
         gone = [alias for alias in aliases_of(self.library, node) if bound(alias) not in self.used]
-        if not gone:
+        if not gone or not isinstance(node, (cst.Import, cst.ImportFrom)) or isinstance(node.names, cst.ImportStar):
             return node
         names = [alias for alias in node.names if alias not in gone]
         if not names:

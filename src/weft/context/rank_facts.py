@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from weft.errors import ContextError
 
@@ -94,7 +95,7 @@ class RankFacts:
         return sizes[axis]
 
 
-def on_nodes(rank: int, size: int, per_node: int) -> dict[str, int]:
+def on_nodes(rank: int, size: int, per_node: int) -> dict[str, Any]:
     """The facts of a rank where each node, but perhaps the last one, has as many ranks as another."""
     node, per_node = rank // min(per_node, size), min(per_node, size)
     return {
