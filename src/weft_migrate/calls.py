@@ -1,4 +1,4 @@
-"""Calls of methods that take more than a row: backward, autocast, clipping, seeds, profiles."""
+"""Calls of methods that take more than a row: backward, autocast, seeds, profiles."""
 
 from __future__ import annotations
 
@@ -40,18 +40,6 @@ def _autocast(draft: Draft, node: cst.Call, updated: cst.Call) -> str:
     policy = str(literal(cst.parse_expression(precision(draft)[0] or '""')) if setting is None else literal(setting))
     kind = _DTYPES.get(policy.removesuffix("-true"))
     return f"torch.autocast({ctx}.device.type, {kind})" if kind else "contextlib.nullcontext()"
-
-
-def _clip_gradients(draft: Draft, node: cst.Call, updated: cst.Call) -> str:
-    args, keywords, _ = given(updated)
-    how = [name for name in ("clip_val", "max_norm") if name in keywords]
-    if not args or len(how) != 1:
-        raise Left
-    function = {"clip_val": "clip_grad_value_", "max_norm": "clip_grad_norm_"}[how[0]]
-    more = "".join(
-        f", {name}={code(keywords[name])}" for name in ("norm_type", "error_if_nonfinite") if name in keywords
-    )
-    return f"torch.nn.utils.{function}({code(args[0])}.parameters(), {code(keywords[how[0]])}{more})"
 
 
 def _skip(draft: Draft, node: cst.Call, updated: cst.Call) -> str:
@@ -96,7 +84,6 @@ CALLS: Mapping[str, Callable[[Draft, cst.Call, cst.Call], str]] = MappingProxyTy
     {
         "backward": _backward,
         "autocast": _autocast,
-        "clip_gradients": _clip_gradients,
         "save_state": save_state,
         "load_state": load_state,
         "skip_first_batches": _skip,

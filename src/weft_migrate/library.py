@@ -13,7 +13,7 @@ class Template(NamedTuple):
     """A call in weft: `{name}` is the text of an argument; parameters without a default have to be there.
 
     Attributes:
-        text: `{ctx}` is the context; a comma before an argument without text goes with it.
+        text: `{ctx}` is the context; an argument without text is left out, with the comma before it.
         parameters: In the order of the library, with the text that stands for one that is not given.
     """
 
@@ -53,9 +53,9 @@ class Library(NamedTuple):
     classes: Sequence[str]
     positional: Sequence[str]
     prepares: Mapping[str, Sequence[str]]
-    methods: Mapping[str, Template]
+    methods: Mapping[str, list[Template]]
     attributes: Mapping[str, str]
-    functions: Mapping[str, Template]
+    functions: Mapping[str, list[Template]]
     settings: Mapping[str, str]
     makers: Sequence[str]
     hints: Mapping[str, str]
@@ -75,16 +75,17 @@ def read_library(name: str) -> Library:
     return Library(**table | {kind: templates(table[kind]) for kind in ("methods", "functions")})
 
 
-def templates(table: Mapping[str, str]) -> Mapping[str, Template]:
-    """A row for each call of a table, by name.
+def templates(table: Mapping[str, str]) -> Mapping[str, list[Template]]:
+    """The rows of a table by the name of the call; of several, the first that fits.
 
     Example:
-        >>> templates({"gather(tensor, dim=0)": "weft.gather({tensor}, {ctx})"})["gather"].parameters
+        >>> templates({"gather(tensor, dim=0)": "weft.gather({tensor}, {ctx})"})["gather"][0].parameters
         {'tensor': None, 'dim': '0'}
     """
-    found: dict[str, Template] = {}
+    found: dict[str, list[Template]] = {}
     for call, text in table.items():
         name, _, parameters = call.removesuffix(")").partition("(")
         parts = [each.partition("=") for each in parameters.split(", ") if each]
-        found[name] = Template(text, {each: default if equals else None for each, equals, default in parts})
+        row = Template(text, {each: default if equals else None for each, equals, default in parts})
+        found.setdefault(name, []).append(row)
     return found

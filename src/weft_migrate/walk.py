@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import MappingProxyType
 from typing import Any
 
@@ -136,10 +137,9 @@ class Walk(cst.CSTTransformer):
         name, script = node.attr.value, self.script
         if name == "mixed_precision":
             return self.draft.setting_at(name, node, _DEFAULTS[name])
-        if name in script.library.attributes and name not in ("print", "save"):
-            return script.library.attributes[name].format(
-                ctx=self.draft.context(cst.ensure_type(node.value, cst.Attribute).value)
-            )
+        if name in script.library.attributes:
+            holder = cst.ensure_type(node.value, cst.Attribute).value
+            return script.library.attributes[name].format(ctx=self.draft.context(holder))
         plugins = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
         configured = self.draft.config.get(name.replace("_plugin", "_config"))
         known = script.are_known and name not in script.settings and not configured
@@ -224,7 +224,7 @@ class Walk(cst.CSTTransformer):
     def _is_part_of_more(self, node: cst.Call, method: str | None, imported: str | None) -> bool:
         """Whether a call is translated as an attribute, with its statement, or with the settings it belongs to."""
         script = self.script
-        if method and method in ("print", "save") and method in script.library.attributes:
+        if method in script.library.attributes:
             return True
         if method in STATEMENTS or method in script.library.prepares:
             return is_whole(self.draft, node, method or "")
@@ -269,25 +269,28 @@ class Walk(cst.CSTTransformer):
         return updated
 
     def _from_template(self, node: cst.Call, updated: cst.Call, name: str) -> str:
+        """The text of the first row that fits."""
         draft, library = self.draft, self.script.library
         is_method = self.script.method(node.func) is not None
-        template = (library.methods if is_method else library.functions).get(name)
-        if template is None:
+        rows = (library.methods if is_method else library.functions).get(name)
+        if rows is None:
             raise Left
         args, keywords, spread = given(updated)
-        found = dict(zip(template.parameters, args, strict=False)) | keywords
-        needed = {each for each, default in template.parameters.items() if default is None}
-        known = needed <= set(found) <= set(template.parameters) and not spread and len(found) >= len(args)
         releases = name in ("free_memory", "clear") and isinstance(self.script.parents[node], cst.Expr)
-        if not known and not releases:
-            raise Left(otherwise=template.text.format(ctx=draft.ctx, **dict.fromkeys(template.parameters, "...")))
-        texts = {p: code(found[p]) if p in found else default for p, default in template.parameters.items()}
-        if name in library.remarks:
-            draft.check(node, library.remarks[name])
-        pattern = template.text
-        for each in (p for p, text in texts.items() if not text):
-            pattern = pattern.replace(f", {{{each}}}", "")
-        return pattern.format(ctx=draft.context_of(node) if is_method else draft.ctx, **texts)
+        for text, parameters in rows:
+            found = dict(zip(parameters, args, strict=False)) | keywords
+            needed = {each for each, default in parameters.items() if default is None}
+            known = needed <= set(found) <= set(parameters) and not spread and len(found) >= len(args)
+            if not known and not releases:
+                continue
+            if name in library.remarks:
+                draft.check(node, library.remarks[name])
+            texts = {each: code(found[each]) if each in found else default for each, default in parameters.items()}
+            absent = "|".join(each for each, given_text in texts.items() if not given_text)
+            pattern = re.sub(rf", (\w+=)?{{({absent})}}", "", text)
+            return pattern.format(ctx=draft.context_of(node) if is_method else draft.ctx, **texts)
+        text, parameters = rows[0]
+        raise Left(otherwise=text.format(ctx=draft.ctx, **dict.fromkeys(parameters, "...")))
 
     # -- statements ------------------------------------------------------------------------------------
 
