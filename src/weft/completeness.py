@@ -22,7 +22,7 @@ from weft.engines.torch.reducing.trained import is_reduced
 from weft.errors import ContractError, listed
 from weft.peers.agreement import exchange
 from weft.tensors.dtensor import is_sharded
-from weft.tensors.nested import tensors
+from weft.tensors.nested import leaves, tensors
 
 
 class MissingCall(NamedTuple):
@@ -61,7 +61,7 @@ def check(ctx: DistContext, *, model: object = None, optimizer: object = None, l
     modules = list(_each(model, nn.Module))
     findings: list[MissingCall] = []
     if ctx.restricted is not None:
-        findings += _parts_alone(modules, model, ctx)
+        findings += _parts_alone(modules, model)
     else:
         findings += find_loaders([] if loader is None else _loaders(loader), ctx)
         findings += find_modules(modules, ctx)
@@ -94,18 +94,19 @@ def incomplete(what: str, everyone: Sequence[Sequence[MissingCall]]) -> Contract
 
 def find_loaders(loaders: Iterable[object], ctx: DistContext, *, sure: bool = False) -> list[MissingCall]:
     """The loaders of which every rank reads all, with `sure` only where that is certain; none with one rank."""
-    found = []
-    for loader in loaders if ctx.data_size > 1 else ():
-        shared = any(record.name == "shard_data" for record in applied_to(loader)) or split_already(loader)
-        if not shared and (not sure or _reads_all(loader)):
-            found.append(
-                MissingCall(
-                    f"{type(loader).__name__} was not shared: each of {ctx.data_size} ranks reads all of it",
-                    "a loader from which each rank gets its own part",
-                    "loader, ctx = weft.shard_data(loader, ctx)  # already_sharded=True if each rank has its own data",
-                )
-            )
-    return found
+    return [
+        MissingCall(
+            f"{type(loader).__name__} was not shared: each of {ctx.data_size} ranks reads all of it",
+            "a loader from which each rank gets its own part",
+            "loader, ctx = weft.shard_data(loader, ctx)  # already_sharded=True if each rank has its own data",
+        )
+        for loader in (loaders if ctx.data_size > 1 else ())
+        if not (_is_shared(loader) or (sure and not _reads_all(loader)))
+    ]
+
+
+def _is_shared(loader: object) -> bool:
+    return any(record.name == "shard_data" for record in applied_to(loader)) or bool(split_already(loader))
 
 
 def _reads_all(loader: object) -> bool:
@@ -116,9 +117,8 @@ def _reads_all(loader: object) -> bool:
     return stock and (loader.batch_sampler is None or type(loader.batch_sampler) is data.BatchSampler)
 
 
-def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> list[MissingCall]:
+def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> Iterator[MissingCall]:
     """The modules whose gradients are not averaged over all ranks that see different batches."""
-    found = []
     for module in modules:
         axes = gradient_axes(module, ctx)
         size = math.prod(map(ctx.axis_size, axes))
@@ -133,12 +133,10 @@ def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> list[Missing
             over = math.prod(sync.mean_over for sync in syncs)
             if 1 < over < size:
                 names = listed(dict.fromkeys(record.name for record in applied_to(part)))
-                found.append(
-                    MissingCall(
-                        f"gradients of {kind} are averaged over {over} of {size} ranks ({names})",
-                        f"a strategy over all ranks whose batches differ: {', '.join(axes)}",
-                        f"model, ctx = weft.fully_shard(model, ctx, axis={axes!r})",
-                    )
+                yield MissingCall(
+                    f"gradients of {kind} are averaged over {over} of {size} ranks ({names})",
+                    f"a strategy over all ranks whose batches differ: {', '.join(axes)}",
+                    f"model, ctx = weft.fully_shard(model, ctx, axis={axes!r})",
                 )
         alone = [
             name
@@ -146,14 +144,11 @@ def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> list[Missing
             if p.requires_grad and id(p) not in covered and not (is_reduced(p) or _spans(p, axes, ctx))
         ]
         if alone:
-            found.append(
-                MissingCall(
-                    f"no strategy for {kind}: each of {size} ranks trains {listed(alone)} for itself",
-                    "a strategy that averages gradients over the ranks",
-                    "model, ctx = weft.replicate(model, ctx)  # or weft.fully_shard, weft.zero_partition",
-                )
+            yield MissingCall(
+                f"no strategy for {kind}: each of {size} ranks trains {listed(alone)} for itself",
+                "a strategy that averages gradients over the ranks",
+                "model, ctx = weft.replicate(model, ctx)  # or weft.fully_shard, weft.zero_partition",
             )
-    return found
 
 
 def _spans(parameter: nn.Parameter, axes: Sequence[str], ctx: DistContext) -> bool:
@@ -164,20 +159,20 @@ def _spans(parameter: nn.Parameter, axes: Sequence[str], ctx: DistContext) -> bo
     )
 
 
-def _dead_optimizers(modules: Sequence[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[MissingCall]:
+def _dead_optimizers(
+    modules: Sequence[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterator[MissingCall]:
     if not modules or any(keeps.elsewhere for module in modules for keeps in offered(module, KeepsParameters)):
-        return []
+        return
     held = {id(p) for module in modules for p in module.parameters()}
     kinds = listed(type(module).__name__ for module in modules)
-    return [
-        MissingCall(
-            f"{type(one).__name__} holds none of the parameters of {kinds}",
-            "an optimizer over the parameters as they are after the strategy, which may exchange them for shards",
-            f"optimizer = {_called(type(one))}(model.parameters())  # after the strategy",
-        )
-        for one in optimizers
-        if not any(id(p) in held for group in one.param_groups for p in group["params"])
-    ]
+    for one in optimizers:
+        if not any(id(p) in held for group in one.param_groups for p in group["params"]):
+            yield MissingCall(
+                f"{type(one).__name__} holds none of the parameters of {kinds}",
+                "an optimizer over the parameters as they are after the strategy, which may exchange them for shards",
+                f"optimizer = {_called(type(one))}(model.parameters())  # after the strategy",
+            )
 
 
 def _called(kind: type[torch.optim.Optimizer]) -> str:
@@ -185,30 +180,22 @@ def _called(kind: type[torch.optim.Optimizer]) -> str:
     return f"torch.optim.{kind.__name__}" if kind is getattr(torch.optim, kind.__name__, None) else kind.__name__
 
 
-def _parts_alone(modules: Sequence[nn.Module], model: object, ctx: DistContext) -> list[MissingCall]:
+def _parts_alone(modules: Sequence[nn.Module], model: object) -> Iterator[MissingCall]:
     sharded = [name for module in modules for name, p in module.named_parameters() if is_sharded(p)]
     if not modules:
         sharded = [type(one).__name__ for one in tensors(model) if is_sharded(one)]
-    if not sharded:
-        return []
-    return [
-        MissingCall(
+    if sharded:
+        yield MissingCall(
             f"one rank holds a part only of {listed(sharded)}",
             "all ranks save their parts, or one rank saves what was made whole",
             "weft.save(state, directory, step, ctx)  # on all ranks; or with weft.full_params(model, ctx): ..., on all",
         )
-    ]
 
 
 def _each(value: object, kind: type[Any]) -> Iterator[Any]:
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _each(item, kind)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _each(item, kind)
+    """The objects of a kind in a nested value."""
+    found = leaves(value, whole=lambda one: isinstance(one, kind))
+    return (leaf for _, leaf in found if isinstance(leaf, kind))
 
 
 def _loaders(value: Any) -> list[object]:

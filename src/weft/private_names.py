@@ -6,11 +6,13 @@ A library's names stand in one file: `weft.torch_internals`, `weft.engines.deeps
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from weft.errors import ContextError
@@ -45,45 +47,39 @@ class TestedLibrary(NamedTuple):
         )
 
 
+@dataclass(eq=False, repr=False)
 class _Name:
-    __slots__ = ("_instead", "_library", "_where", "since", "spelling", "until", "use")
+    """A name.
 
-    def __init__(
-        self,
-        library: TestedLibrary,
-        where: str,
-        name: str,
-        use: str,
-        since: str = "",
-        until: str = "",
-        instead: str = "",
-    ) -> None:
-        """A name.
+    Attributes:
+        library: Whose it is.
+        where: The module, or "module:Class".
+        spelling: In it.
+        use: What of weft needs it.
+        since: The first version with it, where weft supports an older one.
+        until: The first version without it.
+        instead: What takes its place then.
+    """
 
-        Args:
-            library: Whose it is.
-            where: The module, or "module:Class".
-            name: In it.
-            use: What of weft needs it.
-            since: The first version with it, where weft supports an older one.
-            until: The first version without it.
-            instead: What takes its place then.
-        """
-        self.since, self.until = since, until
-        self.spelling, self.use = name, use
-        self._library, self._where, self._instead = library, where, instead
+    library: TestedLibrary
+    where: str
+    spelling: str
+    use: str
+    since: str = ""
+    until: str = ""
+    instead: str = ""
 
     def __repr__(self) -> str:
-        return f"{self._where.replace(':', '.')}.{self.spelling}"
+        return f"{self.where.replace(':', '.')}.{self.spelling}"
 
     @property
     def is_due(self) -> bool:
         """Whether the installed version is one that has it, as `since` and `until` say."""
-        here, since, until = map(_major_and_minor, (self._library.version(), self.since, self.until))
+        here, since, until = map(_major_and_minor, (self.library.version(), self.since, self.until))
         return since <= here and (not until or here < until)
 
     def _home(self) -> Any:
-        module, _, cls = self._where.partition(":")
+        module, _, cls = self.where.partition(":")
         found: Any = importlib.import_module(module)
         for part in filter(None, cls.split(".")):
             found = getattr(found, part)
@@ -91,9 +87,9 @@ class _Name:
 
     def _raise(self, error: Exception | None = None) -> NoReturn:
         there = [f"since {self.since}"] * bool(self.since) + [f"before {self.until}"] * bool(self.until)
-        raise self._library.error(
+        raise self.library.error(
             f"lacks a name that {self.use} needs",
-            f"no {self!r}" + (f", which {self._instead} has replaced" if self._instead else ""),
+            f"no {self!r}" + (f", which {self.instead} has replaced" if self.instead else ""),
             f" (it has the name {' and '.join(there)})" if there else "",
         ) from error
 
@@ -101,11 +97,7 @@ class _Name:
 class Private(_Name):
     """A function, class or constant. Calling it calls that."""
 
-    __slots__ = ("_found",)
-
-    _found: Any
-
-    @property
+    @functools.cached_property
     def found(self) -> Any:
         """The object itself.
 
@@ -113,14 +105,9 @@ class Private(_Name):
             ContextError: The installed version does not have it.
         """
         try:
-            return self._found
-        except AttributeError:
-            pass
-        try:
-            self._found = getattr(self._home(), self.spelling)
+            return getattr(self._home(), self.spelling)
         except (ImportError, AttributeError) as error:
             self._raise(error)
-        return self._found
 
     @property
     def exists(self) -> bool:
@@ -160,7 +147,7 @@ class Private(_Name):
         Raises:
             ContextError: The installed version does not have it.
         """
-        return self._where.partition(":")[0] in sys.modules and isinstance(value, self.found)
+        return self.where.partition(":")[0] in sys.modules and isinstance(value, self.found)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
@@ -170,22 +157,13 @@ class Private(_Name):
 class Attribute(_Name):
     """An attribute of objects: one that the class has, or that a method of the class, or a function, sets."""
 
-    __slots__ = ("_is_there",)
-
-    _is_there: bool
-
-    @property
+    @functools.cached_property
     def exists(self) -> bool:
         """Whether objects of the installed version have it: for names that came or went between supported versions."""
         try:
-            return self._is_there
-        except AttributeError:
-            pass
-        try:
-            self._is_there = _has(self._home(), self.spelling)
+            return _has(self._home(), self.spelling)
         except (ImportError, AttributeError):
-            self._is_there = False
-        return self._is_there
+            return False
 
     @property
     def name(self) -> str:
@@ -205,7 +183,7 @@ class Attribute(_Name):
         Raises:
             ContextError: The installed version does not have it.
         """
-        if self._where.partition(":")[0] in sys.modules and not self.exists:
+        if self.where.partition(":")[0] in sys.modules and not self.exists:
             self._raise()
 
     def of(self, owner: Any) -> Any:

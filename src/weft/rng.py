@@ -189,12 +189,10 @@ def set_seed(
         place = place * sizes[name] + at if name in sizes else place
     if ranks == "distinct" and ctx.replicas is not None:
         place += ctx.replicas.place * ctx.data_size
-    plain = isinstance(ranks, str) and ranks == "same"
-    seeds = (
-        Seeds(seed, (seed % 2**32, seed >> 32)[: 1 if seed < 2**32 else 2], seed)
-        if plain
-        else seeds_for(seed, 0, place, 0)
-    )
+    if ranks == "same":
+        seeds = Seeds(seed, (seed % 2**32, seed >> 32)[: 1 if seed < 2**32 else 2], seed)
+    else:
+        seeds = seeds_for(seed, 0, place, 0)
     seeds.apply()
     torch.manual_seed(seeds.torch)  # of all devices
     ctx.engine.seed(ctx.device, seeds.torch)

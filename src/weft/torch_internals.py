@@ -63,15 +63,13 @@ LOAD_PRE_HOOKS = Attribute(_MODULE, "_load_state_dict_pre_hooks", "undo of fully
 LOAD_POST_HOOKS = Attribute(_MODULE, "_load_state_dict_post_hooks", "undo of fully_shard")
 STEP_PRE_HOOKS = Attribute(_OPTIMIZER, "_optimizer_step_pre_hooks", "strategies that step in parts")
 STEP_POST_HOOKS = Attribute(_OPTIMIZER, "_optimizer_step_post_hooks", "strategies that step in parts")
-STATE_OPTIMIZER_PRE_HOOKS = Attribute(_OPTIMIZER, "_optimizer_state_dict_pre_hooks", "the engine deepspeed")
-STATE_OPTIMIZER_POST_HOOKS = Attribute(_OPTIMIZER, "_optimizer_state_dict_post_hooks", "the engine deepspeed")
 LOAD_OPTIMIZER_PRE_HOOKS = Attribute(_OPTIMIZER, "_optimizer_load_state_dict_pre_hooks", "restore")
 LOAD_OPTIMIZER_POST_HOOKS = Attribute(_OPTIMIZER, "_optimizer_load_state_dict_post_hooks", "restore")
 OPTIMIZER_HOOKS = (
     STEP_PRE_HOOKS,
     STEP_POST_HOOKS,
-    STATE_OPTIMIZER_PRE_HOOKS,
-    STATE_OPTIMIZER_POST_HOOKS,
+    Attribute(_OPTIMIZER, "_optimizer_state_dict_pre_hooks", "the engine deepspeed"),
+    Attribute(_OPTIMIZER, "_optimizer_state_dict_post_hooks", "the engine deepspeed"),
     LOAD_OPTIMIZER_PRE_HOOKS,
     LOAD_OPTIMIZER_POST_HOOKS,
 )
@@ -103,21 +101,18 @@ def untraced(function: _Function) -> _Function:
 # -- fully sharded data parallelism ----------------------------------------------------------------------------
 
 _FSDP = "torch.distributed.fsdp._fully_shard."
-_STATE, _GROUP, _PARAM = (
-    f"{_FSDP}_fsdp_state:FSDPState",
-    f"{_FSDP}_fsdp_param_group:FSDPParamGroup",
-    f"{_FSDP}_fsdp_param:FSDPParam",
-)
+_SHARDED = f"{_FSDP}_fully_shard:fully_shard"
+_STATE = f"{_FSDP}_fsdp_state:FSDPState"
+_GROUP = f"{_FSDP}_fsdp_param_group:FSDPParamGroup"
+_PARAM = f"{_FSDP}_fsdp_param:FSDPParam"
 _TRAINING = f"{_FSDP}_fsdp_common:TrainingState"
 _CONTEXT = f"{_FSDP}_fsdp_param_group:FSDPCommContext"
 IN_FORWARD = Private(_TRAINING, "FORWARD", "fully_shard: after a forward that raised")
 BEFORE_BACKWARD = Private(_TRAINING, "PRE_BACKWARD", "fully_shard beside pipeline")
 IDLE = Private(_TRAINING, "IDLE", "fully_shard: after a forward that raised")
 module_states = Private("torch.distributed._composable_state", "_module_state_mapping", "undo of fully_shard")
-IS_MANAGED = Attribute(
-    f"{_FSDP}_fully_shard:fully_shard", "_is_fsdp_managed_module", "checks of what is sharded already"
-)
-HAS_PARAMETERS = Attribute(f"{_FSDP}_fully_shard:fully_shard", "_fsdp_use_orig_params", "undo of fully_shard")
+IS_MANAGED = Attribute(_SHARDED, "_is_fsdp_managed_module", "checks of what is sharded already")
+HAS_PARAMETERS = Attribute(_SHARDED, "_fsdp_use_orig_params", "undo of fully_shard")
 CONTEXT_CALLS = Attribute(_CONTEXT, "post_forward_order", "fully_shard: which unit a call ended with; probes")
 FSDP_STATE = Attribute(f"{_FSDP}_fully_shard:FSDPModule", "_get_fsdp_state", "fully_shard")
 STATE_TRAINING = Attribute(_STATE, "_training_state", "fully_shard: forward or backward")
@@ -179,14 +174,11 @@ use_group = Private(_C10D, "_update_default_pg", "a rehearsal")
 register_group = Private(_C10D, "_register_process_group", "a rehearsal")
 forget_group = Private(_C10D, "_unregister_process_group", "a rehearsal")
 TAGGED_GROUPS = Attribute(_C10D, "_tags_to_pg", "a rehearsal")
-GROUP_NAMES = Attribute(_C10D, "_pg_names", "a rehearsal")
-GROUP_TABLES = (
-    GROUP_NAMES,
-    *(
-        Attribute(_C10D, name, "a rehearsal")
-        for name in ("_pg_map", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag")
-    ),
+GROUP_TABLES = tuple(
+    Attribute(_C10D, name, "a rehearsal")
+    for name in ("_pg_names", "_pg_map", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag")
 )
+GROUP_NAMES = GROUP_TABLES[0]
 BACKENDS = Attribute("torch.distributed:Backend", "_plugins", "a rehearsal")
 backend = Private("torch.distributed:Backend", "_BackendPlugin", "a rehearsal")
 NAME_GROUP = Attribute(_PG, "_set_group_name", "a rehearsal")
@@ -203,6 +195,7 @@ OPTIONS_TIMEOUT = Attribute("torch._C._distributed_c10d:Backend.Options", "_time
 # -- the launcher ----------------------------------------------------------------------------------------------
 
 _ELASTIC = "torch.distributed.elastic."
+_MEETING = f"{_ELASTIC}rendezvous.dynamic_rendezvous:DynamicRendezvousHandler"
 _RANKS = f"{_ELASTIC}multiprocessing.api:MultiprocessContext"
 end_ranks = Private(f"{_ELASTIC}multiprocessing.api", "_terminate_process_handler", "launch: signals")
 POLL = Attribute(_RANKS, "_poll", "launch: ranks that end early")
@@ -213,16 +206,8 @@ QUEUES = Attribute(_RANKS, "_ret_vals", "launch: ranks that end early")
 RANKS_STORE = Attribute(
     f"{_ELASTIC}rendezvous.static_tcp_rendezvous:StaticTCPRendezvous", "_store", "launch: which address listens"
 )
-RANKS_SERVE = Attribute(
-    f"{_ELASTIC}rendezvous.dynamic_rendezvous:DynamicRendezvousHandler",
-    "_create_tcp_store_server",
-    "launch: which address listens",
-)
-NODES_MET = Attribute(
-    f"{_ELASTIC}rendezvous.dynamic_rendezvous:DynamicRendezvousHandler",
-    "_state_holder",
-    "launch: how often nodes have met",
-)
+RANKS_SERVE = Attribute(_MEETING, "_create_tcp_store_server", "launch: which address listens")
+NODES_MET = Attribute(_MEETING, "_state_holder", "launch: how often nodes have met")
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 all_gather_single = Private(_FUNCTIONAL, "all_gather_single", "context_parallel", since="2.13")
 all_gather_tensor = Private(_FUNCTIONAL, "all_gather_tensor", "context_parallel, before that")
@@ -234,8 +219,10 @@ functional_all_reduce = Private("torch:ops._c10d_functional", "all_reduce", "pro
 
 # -- DTensor and device meshes ---------------------------------------------------------------------------------
 
-_DTENSOR = "torch.distributed.tensor:DTensor"
-_DISPATCHER = "torch.distributed.tensor._dispatch:OpDispatcher"
+_MESH = "torch.distributed.device_mesh"
+_SHARDS = "torch.distributed.tensor"
+_DTENSOR = f"{_SHARDS}:DTensor"
+_DISPATCHER = f"{_SHARDS}._dispatch:OpDispatcher"
 DTENSOR_PART = Attribute(_DTENSOR, "_local_tensor", "lines over sharded parameters")
 DTENSOR_SPEC = Attribute(_DTENSOR, "_spec", "layouts over several axes")
 DISPATCHER = Attribute(_DTENSOR, "_op_dispatcher", "lines over sharded parameters")
@@ -250,24 +237,16 @@ DISPATCH_STEPS = tuple(
         ("_dispatch_fast_path_python_tail", "2.10", ""),
     )
 )
-strided_shard = Private(
-    "torch.distributed.tensor.placement_types", "_StridedShard", "fully_shard beside tensor_parallel"
-)
-block_of = Private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "checkpoints of shards")
-propagate = Private(
-    "torch.distributed.tensor._sharding_prop:ShardingPropagator", "_propagate_tensor_meta_non_cached", "a rehearsal"
-)
-DISTRIBUTED = Attribute(
-    "torch.distributed.tensor._api:distribute_module", "_distribute_module_applied", "undo of tensor_parallel"
-)
+strided_shard = Private(f"{_SHARDS}.placement_types", "_StridedShard", "fully_shard beside tensor_parallel")
+block_of = Private(f"{_SHARDS}._utils", "compute_local_shape_and_global_offset", "checkpoints of shards")
+propagate = Private(f"{_SHARDS}._sharding_prop:ShardingPropagator", "_propagate_tensor_meta_non_cached", "a rehearsal")
+DISTRIBUTED = Attribute(f"{_SHARDS}._api:distribute_module", "_distribute_module_applied", "undo of tensor_parallel")
 CLEAR_PROPAGATION = tuple(
-    Private("torch.distributed.tensor.debug", name, "the end of a context", since)
+    Private(f"{_SHARDS}.debug", name, "the end of a context", since)
     for name, since in (("_clear_sharding_prop_cache", "2.13"), ("_clear_python_sharding_prop_cache", "2.10"))
 )
-JOIN_MESHES = Attribute(
-    "torch.distributed.device_mesh:DeviceMesh", "_concatenate", "zero_partition on hybrid meshes", since="2.10"
-)
-mesh_resources = Private("torch.distributed.device_mesh", "_mesh_resources", "the same, before that")
+JOIN_MESHES = Attribute(f"{_MESH}:DeviceMesh", "_concatenate", "zero_partition on hybrid meshes", since="2.10")
+mesh_resources = Private(_MESH, "_mesh_resources", "the same, before that")
 
 # -- loaders ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ checkpoints.py  what is saved and loaded
 loops.py        a loop with `accumulate` becomes a loop over windows
 script.py       what is what in a script: models, loaders, loops, settings
 draft.py        a translation in progress
-libraries/      the rows: what each call of Accelerate or Fabric is in weft
+library.py      what each call of Accelerate or Fabric is in weft: the rows of accelerate.toml and fabric.toml
 """
 
 from weft_migrate.draft import Finding

@@ -1,4 +1,4 @@
-"""Calls of methods that take more than a row: backward, autocast, clipping, seeds, profiles."""
+"""Calls of methods that take more than a row: backward, autocast, seeds, profiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import MappingProxyType
 import libcst as cst
 
 from weft_migrate.checkpoints import load_state, save_state
-from weft_migrate.draft import ScriptDraft, literal
+from weft_migrate.draft import Left, ScriptDraft, literal
 from weft_migrate.script import code, dotted, given
 from weft_migrate.strategies import precision
 
@@ -28,43 +28,25 @@ def _backward(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
     return f"{text}.backward({options})"
 
 
-def _autocast(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str | None:
+def _autocast(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
     ctx = draft.context_of(node)
     if node.args:
-        draft.left(node, draft.hint("autocast"))
-        return None
+        raise Left
     setting = draft.setting("mixed_precision")
     if setting is not None and not isinstance(setting, cst.SimpleString) and dotted(setting) != "None":
-        draft.imports.add("torch")
         wish = code(setting)
         dtype = f'torch.float16 if {wish} == "fp16" else torch.bfloat16'
         return f'torch.autocast({ctx}.device.type, {dtype}, enabled={wish} in ("fp16", "bf16"))'
     policy = str(literal(cst.parse_expression(precision(draft)[0] or '""')) if setting is None else literal(setting))
     kind = _DTYPES.get(policy.removesuffix("-true"))
-    draft.imports.add("torch" if kind else "contextlib")
     return f"torch.autocast({ctx}.device.type, {kind})" if kind else "contextlib.nullcontext()"
 
 
-def _clip_gradients(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str | None:
-    args, keywords, _ = given(updated)
-    how = [name for name in ("clip_val", "max_norm") if name in keywords]
-    if not args or len(how) != 1:
-        draft.left(node, draft.hint("clip_gradients"))
-        return None
-    draft.imports.add("torch")
-    function = {"clip_val": "clip_grad_value_", "max_norm": "clip_grad_norm_"}[how[0]]
-    more = "".join(
-        f", {name}={code(keywords[name])}" for name in ("norm_type", "error_if_nonfinite") if name in keywords
-    )
-    return f"torch.nn.utils.{function}({code(args[0])}.parameters(), {code(keywords[how[0]])}{more})"
-
-
-def _skip(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str | None:
-    if len(node.args) == 2 and draft.has_state and any(draft.script.calls("load_state")):
-        draft.check(node, "not needed: the restored loader continues where it was")
-        return code(updated.args[0].value)
-    draft.left(node, draft.hint("skip_first_batches"))
-    return None
+def _skip(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
+    if len(node.args) != 2 or draft.state not in draft.made or not any(draft.script.calls("load_state")):
+        raise Left
+    draft.check(node, "not needed: the restored loader continues where it was")
+    return code(updated.args[0].value)
 
 
 def _set_seed(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
@@ -76,13 +58,12 @@ def _set_seed(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
     return f"weft.rng.set_seed({code(updated.args[0].value)}, {ctx}{ranks})"
 
 
-def _profile(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str | None:
+def _profile(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
     """The profiler of torch, with what `ProfileKwargs` says."""
     if node.args:
-        draft.left(node, draft.hint("profile"))
-        return None
+        raise Left
     options = []
-    for name, value in (pair for each in draft.handlers("ProfileKwargs") for pair in each.keywords.items()):
+    for name, value in draft.handler("ProfileKwargs").items():
         text = draft.text(value)
         if name == "output_trace_dir":
             written = f'torch.profiler.tensorboard_trace_handler({text}, f"rank{{{draft.context_of(node)}.rank}}")'
@@ -95,16 +76,14 @@ def _profile(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str | Non
             options += [f"activities=[{', '.join(kinds)}]"] if isinstance(literal(value), list) else []
         else:
             options.append(f"{name}={text}")
-    draft.imports.add("torch")
     draft.check(node, "weft.monitoring.profile(ctx, folder) writes a trace per rank, which `weft report` reads")
     return f"torch.profiler.profile({', '.join(options)})"
 
 
-CALLS: Mapping[str, Callable[[ScriptDraft, cst.Call, cst.Call], str | None]] = MappingProxyType(
+CALLS: Mapping[str, Callable[[ScriptDraft, cst.Call, cst.Call], str]] = MappingProxyType(
     {
         "backward": _backward,
         "autocast": _autocast,
-        "clip_gradients": _clip_gradients,
         "save_state": save_state,
         "load_state": load_state,
         "skip_first_batches": _skip,

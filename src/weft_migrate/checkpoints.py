@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from weft_migrate.draft import ScriptDraft
+from weft_migrate.draft import Left, ScriptDraft
 from weft_migrate.script import Expression, code, dotted, given, inside, targets
 
 
@@ -30,29 +30,27 @@ def state_line(draft: ScriptDraft, node: cst.CSTNode, ctx: str) -> str:
     for call in draft.script.calls("register_for_checkpointing"):
         objects |= {dotted(each).rpartition(".")[2]: dotted(each) for each in given(call).args if dotted(each)}
     pairs = [f'"{key}": {value}' for key, value in objects.items()]
-    draft.has_state, draft.state_in = True, draft.script.scope(node)
+    draft.make(draft.state, node)
     arguments = f"{{{', '.join(pairs)}}}, {ctx}"
     if len(pairs) > 2:
         arguments = "\n    {\n" + "".join(f"        {pair},\n" for pair in pairs) + f"    }},\n    {ctx},\n"
     return f"{draft.state}, {ctx} = weft.checkpointable({arguments})"
 
 
-def register(draft: ScriptDraft, node: cst.CSTNode, call: cst.Call) -> list[str] | None:
+def register(draft: ScriptDraft, call: cst.Call, _updated: cst.Call) -> list[str]:
     """What is registered belongs to the state, which is made by the last of these statements."""
     args, keywords, spread = given(call)
     if not all(map(dotted, args)) or keywords or spread:
-        draft.left(node, draft.hint("save_state"))
-        return None
-    ctx = draft.context_of(call)
-    return [state_line(draft, node, ctx)] if is_place_of_state(draft, node) and draft.prepared else []
+        raise Left
+    is_last = is_place_of_state(draft, call) and draft.prepared
+    return [state_line(draft, call, draft.context_of(call))] if is_last else []
 
 
-def save_state(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> str | None:
+def save_state(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> str:
     """`weft.save`: the step is that in the name of the folder, or that of the loop around."""
-    if not _reaches_state(draft, call) or len(call.args) != 1 or call.args[0].star or draft.guarded(call):
-        where = "every rank has to call it, so move it out of the `if`; " if draft.guarded(call) else ""
-        draft.left(call, where + draft.hint("save_state"))
-        return None
+    if draft.guarded(call):
+        raise Left("every rank has to call it, so move it out of the `if`; ")
+    _check_state(draft, call)
     folder = call.args[0].value
     values = [folder, *_assigned_before(draft, call, dotted(folder))]
     parts = [[each for each in inside(value) if isinstance(each, cst.FormattedStringExpression)] for value in values]
@@ -72,14 +70,14 @@ def _assigned_before(draft: ScriptDraft, node: cst.CSTNode, name: str) -> list[E
     return [n.value for n in sorted(found, key=lambda n: -script.line(n))]
 
 
-def load_state(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> str | None:
+def load_state(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> str:
     """`weft.restore`, which also puts the loaders back in the middle of an epoch."""
-    if not _reaches_state(draft, call) or len(call.args) != 1 or call.args[0].star:
-        draft.left(call, draft.hint("load_state"))
-        return None
+    _check_state(draft, call)
     draft.check(call, "reads checkpoints of weft; loaders continue where they were, so skip nothing by hand")
     return f"weft.restore({draft.state}, {code(updated.args[0].value)}, {draft.context_of(call)})"
 
 
-def _reaches_state(draft: ScriptDraft, call: cst.CSTNode) -> bool:
-    return draft.has_state and draft.state_in in (None, draft.script.scope(call))
+def _check_state(draft: ScriptDraft, call: cst.Call) -> None:
+    """Leave a call without a state, or with more than a folder."""
+    if not draft.reaches(draft.state, call) or len(call.args) != 1 or call.args[0].star:
+        raise Left

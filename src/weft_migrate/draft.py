@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import libcst as cst
 
-from weft_migrate.script import AccumulateLoop, Expression, Given, Script, code, dotted, elements, inside
+from weft_migrate.script import AccumulateLoop, Expression, Script, code, dotted, elements, inside, variables
 
-# Settings that stand in an object: which one, and their name there.
-_HOLDERS = (
-    ("gradient_accumulation_steps", "gradient_accumulation_plugin", "num_steps"),
-    ("gradient_accumulation_steps", "deepspeed_plugin", "gradient_accumulation_steps"),
-    ("split_batches", "dataloader_config", "split_batches"),
-    ("dispatch_batches", "dataloader_config", "dispatch_batches"),
-    ("even_batches", "dataloader_config", "even_batches"),
-    ("project_dir", "project_config", "project_dir"),
+N = TypeVar("N", bound=cst.CSTNode)
+
+# What new code may use besides weft.
+_MODULES = frozenset(
+    {"contextlib", "dataclasses", "functools", "gc", "importlib.util", "logging", "os", "safetensors.torch", "torch"}
+    | {"wandb"}
 )
+
+
+class Left(Exception):
+    """A call stays as it is.
+
+    Attributes:
+        before: A text before the hint for its name.
+        otherwise: The hint for a name without one.
+    """
+
+    def __init__(self, before: str = "", otherwise: str = "weft has no function of this name") -> None:
+        super().__init__(before)
+        self.before, self.otherwise = before, otherwise
 
 
 class Finding(NamedTuple):
@@ -55,17 +66,12 @@ class ScriptDraft:
     lengths: dict[str, str] = field(default_factory=dict)  # loaders, and the names of their lengths
     parameters: dict[cst.CSTNode, dict[str, None]] = field(default_factory=dict)  # new ones, of functions
     arguments: dict[cst.CSTNode, dict[str, str]] = field(default_factory=dict)  # and of their calls
-    state_in: cst.CSTNode | None = None  # the function in which `state` is
-    trackers_in: cst.CSTNode | None = None
-    has_state: bool = False
-    has_trackers: bool = False
-    kept: set[cst.CSTNode] = field(default_factory=set)  # what was left
+    made: dict[str, cst.CSTNode | None] = field(default_factory=dict)  # new variables, and the functions they are in
     became: dict[cst.CSTNode, list[cst.CSTNode]] = field(default_factory=dict)  # of statements
     walk: cst.CSTTransformer | None = None
 
     def left(self, node: cst.CSTNode, hint: str) -> None:
         """Say that a piece of code was left alone."""
-        self.kept.add(node)
         self._say(node, hint, left=True)
 
     def check(self, node: cst.CSTNode, hint: str) -> None:
@@ -77,6 +83,16 @@ class ScriptDraft:
         found = Finding(self.script.line(node), what if len(what) <= 80 else what[:77] + "...", hint, left)
         if found not in self.findings:
             self.findings.append(found)
+
+    def importing(self, new: N) -> N:
+        """New code, for which modules are imported."""
+        used = variables(new)
+        self.imports |= {module for module in _MODULES if module.partition(".")[0] in used}
+        return new
+
+    def expression(self, text: str) -> Expression:
+        """A new expression."""
+        return self.importing(cst.parse_expression(text))
 
     def text(self, node: cst.CSTNode) -> str:
         """The text of a node, translated."""
@@ -115,6 +131,14 @@ class ScriptDraft:
         around = set(self.script.above(node))
         return next((loop for loop in reversed(self.looped) if loop.loop in around), None)
 
+    def make(self, name: str, node: cst.CSTNode) -> None:
+        """Note that a new variable is made where a node stands."""
+        self.made[name] = self.script.scope(node)
+
+    def reaches(self, name: str, node: cst.CSTNode) -> bool:
+        """Whether a new variable is known where a node stands."""
+        return name in self.made and self.made[name] in (None, self.script.scope(node))
+
     def guarded(self, node: cst.CSTNode) -> bool:
         """Whether only some ranks come here."""
         tests = [each.test for each in self.script.above(node) if isinstance(each, cst.If)]
@@ -124,7 +148,8 @@ class ScriptDraft:
     def setting(self, name: str) -> Expression | None:
         """An argument of the accelerator, of the object that holds it, or of the configuration file."""
         found = self.script.settings.get(name)
-        for setting, holder, inner in _HOLDERS:
+        for place, setting in self.script.library.held.items():
+            holder, _, inner = place.partition(".")
             if found is None and setting == name:
                 found = self.script.made(self.script.settings.get(holder))[1].keywords.get(inner)
         configured = self.config.get(name, dict(self.config.get("deepspeed_config") or {}).get(name))
@@ -136,11 +161,11 @@ class ScriptDraft:
         """Whether a setting is the literal True."""
         return dotted(self.setting(name)) == "True"
 
-    def handlers(self, kind: str) -> list[Given]:
-        """The arguments of the objects of one kind in `kwargs_handlers`."""
+    def handler(self, kind: str) -> dict[str, Expression]:
+        """The arguments of the object of one kind in `kwargs_handlers`; none if there is no such."""
         handlers = self.script.settings.get("kwargs_handlers")
-        found = [self.script.made(each) for each in elements(self.script.values.get(dotted(handlers), handlers))]
-        return [made for name, made in found if name == kind]
+        found = dict(map(self.script.made, elements(self.script.values.get(dotted(handlers), handlers))))
+        return found[kind].keywords if kind in found else {}
 
     def setting_at(self, name: str, node: cst.CSTNode, default: str) -> str | None:
         """The text of a setting where a node stands: its value, or a new parameter of the function around.
@@ -157,10 +182,7 @@ class ScriptDraft:
         if value is None:
             return default if self.script.are_known else None
         if self._reaches(value, node):
-            text = _text(name, value)
-            binding = (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation)
-            bound = isinstance(self.script.parents[node], (*binding, cst.BooleanOperation, cst.Attribute))
-            return f"({text})" if " " in text and bound else text
+            return _text(name, value)
         around = [each for each in self.script.above(node) if isinstance(each, cst.FunctionDef)]
         return name if around and self._add_parameter(around[-1], name, value) else None
 

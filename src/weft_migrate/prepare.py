@@ -5,14 +5,16 @@ from __future__ import annotations
 import libcst as cst
 
 from weft_migrate.checkpoints import is_place_of_state, state_line
-from weft_migrate.draft import ScriptDraft, literal
+from weft_migrate.draft import Left, ScriptDraft, literal
 from weft_migrate.script import Expression, code, dotted, elements, given, inside, named
 from weft_migrate.strategies import model_lines, strategy
 
 
 def construct(draft: ScriptDraft, call: cst.Call) -> str:
     """`Accelerator(...)` becomes `weft.start(...)`; its other settings are arguments of transforms."""
-    arguments, made = given(call), strategy(draft)
+    if isinstance(draft.script.parents[call], cst.Attribute):
+        raise Left(otherwise="ctx = weft.start(), once; then ctx.rank, ctx.is_main, ctx.is_last, ctx.device")
+    arguments = given(call)
     options = [each for name, value in arguments.keywords.items() if (each := _option(draft, call, name, value))]
     if arguments.spread:
         draft.check(call, "these arguments: not taken over")
@@ -21,11 +23,10 @@ def construct(draft: ScriptDraft, call: cst.Call) -> str:
         if setting is not None and literal(setting) not in (True, False, None):
             mode = name.partition("_")[0]
             draft.check(call, f'{name}: not a literal, so not taken over; weft.shard_data(loader, ctx, mode="{mode}")')
-    limits = [each.keywords for each in draft.handlers("InitProcessGroupKwargs") if set(each.keywords) == {"timeout"}]
-    options += [f"timeout_s=({code(each['timeout'])}).total_seconds()" for each in limits]
-    starts = [each.removeprefix("weft.start(").removesuffix(")") for each in made if each.startswith("weft.start(")]
-    draft.imports |= {"torch"} if "torch." in "".join(starts) else set()
-    return f"weft.start({', '.join([*options, *starts])})"
+    limits = draft.handler("InitProcessGroupKwargs")
+    options += [f"timeout_s=({code(limits['timeout'])}).total_seconds()"] if set(limits) == {"timeout"} else []
+    options += [each.options for each in strategy(draft) if each.name == "start"]
+    return f"weft.start({', '.join(options)})"
 
 
 def _option(draft: ScriptDraft, call: cst.Call, name: str, value: Expression) -> str:
@@ -38,9 +39,7 @@ def _option(draft: ScriptDraft, call: cst.Call, name: str, value: Expression) ->
         return 'device="cpu"' if literal(value) == "cpu" else ""
     if name in ("strategy", "precision") and not (isinstance(value, _LITERAL) or script.made(value)[0]):
         draft.check(call, f"{name}: {code(value)} is no literal, so not taken over")
-    elif name in _PLUGIN_HINTS and not script.made(value)[0] and dotted(value) != "None":
-        draft.check(call, f"{name}: {_PLUGIN_HINTS[name]}")
-    elif hint and not (name == "loggers" and logger_folder(draft)):
+    elif hint and dotted(value) != "None" and script.made(value)[0] not in script.library.makers:
         draft.check(call, f"{name}: {hint}")
     return ""
 
@@ -53,15 +52,10 @@ def logger_folder(draft: ScriptDraft) -> str | None:
 
 
 _LITERAL = (cst.SimpleString, cst.Integer)
-_PLUGIN_HINTS = {
-    "fsdp_plugin": "model, ctx = weft.fully_shard(model, ctx, units=[Block]) instead of weft.replicate",
-    "deepspeed_plugin": "model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=2)",
-    "megatron_lm_plugin": "weft.tensor_parallel, weft.pipeline; `weft config import` reads its settings",
-}
 
 
-def prepare(draft: ScriptDraft, node: cst.Assign, call: cst.Call) -> list[str] | None:
-    """Precision and strategy of models, the parts of loaders, then windows and the state; None if it is not known."""
+def prepare(draft: ScriptDraft, node: cst.Assign, call: cst.Call) -> list[str]:
+    """Precision and strategy of models, the parts of loaders, then windows and the state."""
     script = draft.script
     [target] = node.targets if len(node.targets) == 1 else [node.targets[-1]]
     names, (args, keywords, spread) = elements(target.target), given(call)
@@ -71,8 +65,7 @@ def prepare(draft: ScriptDraft, node: cst.Assign, call: cst.Call) -> list[str] |
     holder = call.func.value if isinstance(call.func, cst.Attribute) else call.func
     if unknown or not is_plain or not _has_context(draft, node, holder):
         what = f"what is {', '.join(unknown)}: model, optimizer, loader or scheduler? " if unknown else ""
-        draft.left(node, what + draft.hint(script.method(call.func), draft.hint("prepare")))
-        return None
+        raise Left(what, draft.hint("prepare"))
     ctx = draft.context(holder)
     found = {named(name): role or "" for name, role in zip(names, roles, strict=True)}
     texts = {named(name): draft.text(each) for name, each in zip(names, args, strict=True)}
@@ -125,20 +118,18 @@ def _windows(draft: ScriptDraft, node: cst.CSTNode, found: set[str], ctx: str) -
     script = draft.script
     for loop in script.loops:
         needs = {loop.loader, *loop.models}
-        if script.scope(loop.loop) is script.scope(node) and needs <= set(draft.prepared) and needs & found:
-            if loop.loader not in draft.windows:
-                wish = "windows" if not draft.windows else f"{loop.loader}_windows"
-                draft.windows[loop.loader] = script.fresh(wish)
-                script.used.add(draft.windows[loop.loader])
-            draft.looped += [loop] if loop not in draft.looped else []
-            models = ", ".join(loop.models)
-            models = f"({models})" if "," in models else models
-            steps = draft.setting("gradient_accumulation_steps")
-            windows = f"{models}, {draft.windows[loop.loader]}, {ctx}"
-            line = (
-                f"weft.accumulate_grads({models}, {loop.loader}, {ctx}, steps={'1' if steps is None else code(steps)})"
-            )
-            lines += [f"{windows} = {line}"] if f"{windows} = {line}" not in lines else []
-            item = loop.block.items[0].item
-            draft.check(item, "weights the micro-batches of a shorter window exactly, not by 1 / steps")
+        if script.scope(loop.loop) is not script.scope(node) or not needs <= set(draft.prepared) or not needs & found:
+            continue
+        if loop.loader not in draft.windows:
+            windows = script.fresh(f"{loop.loader}_windows" if draft.windows else "windows")
+            draft.windows[loop.loader] = windows
+            script.used.add(windows)
+        draft.looped += [loop] if loop not in draft.looped else []
+        models, steps = ", ".join(loop.models), draft.setting("gradient_accumulation_steps")
+        models = f"({models})" if "," in models else models
+        call = f"weft.accumulate_grads({models}, {loop.loader}, {ctx}, steps={'1' if steps is None else code(steps)})"
+        line = f"{models}, {draft.windows[loop.loader]}, {ctx} = {call}"
+        lines += [line] if line not in lines else []
+        item = loop.block.items[0].item
+        draft.check(item, "weights the micro-batches of a shorter window exactly, not by 1 / steps")
     return lines

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
-from weft_migrate.libraries.rows import LibraryRows
+from weft_migrate.library import LibraryRows
 
 Expression = cst.BaseExpression
 
@@ -93,6 +93,30 @@ def is_part(name: cst.CSTNode, parent: cst.CSTNode) -> bool:
     return part or (isinstance(parent, (cst.FunctionDef, cst.ClassDef, cst.ImportAlias)) and parent.name is name)
 
 
+def variables(node: cst.CSTNode) -> set[str]:
+    """The names that a piece of code reads or assigns, without what its imports bind."""
+    if isinstance(node, (cst.Import, cst.ImportFrom)):
+        return set()
+    if isinstance(node, cst.Name):
+        return {node.value}
+    return {name for child in node.children if not is_part(child, node) for name in variables(child)}
+
+
+def aliases_of(library: LibraryRows, node: cst.CSTNode) -> list[cst.ImportAlias]:
+    """What an import has of a library."""
+    if not isinstance(node, (cst.Import, cst.ImportFrom)) or isinstance(node.names, cst.ImportStar):
+        return []
+    names = {alias: dotted(alias.name) for alias in node.names}
+    if isinstance(node, cst.Import):
+        return [alias for alias, name in names.items() if library.has(name)]
+    return [alias for alias, name in names.items() if library.has(dotted(node.module), name)]
+
+
+def bound(alias: cst.ImportAlias) -> str:
+    """The name that an import binds."""
+    return dotted(alias.asname.name if alias.asname else alias.name).partition(".")[0]
+
+
 def targets(node: cst.Assign | cst.AnnAssign) -> list[Expression]:
     """What an assignment assigns to."""
     return [each.target for each in node.targets] if isinstance(node, cst.Assign) else [node.target]
@@ -163,6 +187,11 @@ class Script:
         while (node := self.parents.get(node, node)) in self.parents:
             yield node
 
+    @property
+    def is_fabric(self) -> bool:
+        """Whether the library is Fabric."""
+        return self.library.name == "Fabric"
+
     def scope(self, node: cst.CSTNode) -> cst.FunctionDef | None:
         """The function a node lies in."""
         return next((each for each in self.above(node) if isinstance(each, cst.FunctionDef)), None)
@@ -199,17 +228,17 @@ def find(tree: cst.Module, library: LibraryRows) -> Script:
     where = MetadataWrapper(tree, unsafe_skip_copy=True).resolve(PositionProvider)
     script = Script(library, where, {node: parents[node] for node in inside(tree) if node in parents})
     for node in script.parents:
-        if isinstance(node, (cst.Import, cst.ImportFrom)):
-            _import(script, node)
-    arguments = [n for n in script.parents if isinstance(n, cst.Param)]
+        for alias in aliases_of(library, node):
+            if isinstance(node, cst.ImportFrom):
+                script.imported[bound(alias)] = dotted(alias.name)
+            else:
+                script.modules.add(bound(alias))
     script.used = {n.value for n in script.parents if isinstance(n, cst.Name) and not is_part(n, script.parents[n])}
-    if script.imported or script.modules:
-        typed = {
-            n.name.value
-            for n in arguments
-            if n.annotation and script.original(n.annotation.annotation) in library.classes
-        }
-        script.holders |= typed | {library.variable} & {n.name.value for n in arguments}
+    is_used = script.imported or script.modules
+    for parameter in [n for n in script.parents if isinstance(n, cst.Param)] if is_used else []:
+        typed = parameter.annotation and script.original(parameter.annotation.annotation) in library.classes
+        if typed or parameter.name.value == library.variable:
+            script.holders.add(parameter.name.value)
     assigned = [n for n in script.parents if isinstance(n, (cst.Assign, cst.AnnAssign)) and n.value is not None]
     for node in assigned:
         _holder(script, node)
@@ -223,17 +252,6 @@ def find(tree: cst.Module, library: LibraryRows) -> Script:
         around = next((each for each in script.above(call) if isinstance(each, cst.For)), None)
         script.evaluated |= {_loader_of(script, around.iter)} - {""} if around else set()
     return script
-
-
-def _import(script: Script, node: cst.Import | cst.ImportFrom) -> None:
-    for alias in () if isinstance(node.names, cst.ImportStar) else node.names:
-        name = dotted(alias.name)
-        local = alias.asname.name.value if alias.asname and isinstance(alias.asname.name, cst.Name) else None
-        if isinstance(node, cst.ImportFrom):
-            if script.library.has(dotted(node.module), name):
-                script.imported[local or name] = name
-        elif script.library.has(name):
-            script.modules.add(local or name.partition(".")[0])
 
 
 def _holder(script: Script, node: cst.Assign | cst.AnnAssign) -> None:

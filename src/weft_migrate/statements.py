@@ -8,7 +8,7 @@ from types import MappingProxyType
 import libcst as cst
 
 from weft_migrate.checkpoints import register
-from weft_migrate.draft import ScriptDraft, literal
+from weft_migrate.draft import Left, ScriptDraft, literal
 from weft_migrate.prepare import logger_folder, prepare
 from weft_migrate.script import code, dotted, elements, given
 
@@ -25,13 +25,12 @@ def statement(draft: ScriptDraft, node: cst.Expr | cst.Assign, updated: cst.Expr
     if name in script.library.prepares and isinstance(node, cst.Assign):
         return prepare(draft, node, call)
     if name in STATEMENTS and isinstance(node, cst.Expr):
-        return STATEMENTS[name](draft, node, call, cst.ensure_type(updated.value, cst.Call))
+        return STATEMENTS[name](draft, call, cst.ensure_type(updated.value, cst.Call))
     made = script.original(call.func) in script.library.classes and isinstance(node, cst.Assign)
     if made and (folder := logger_folder(draft)):
-        draft.has_trackers, draft.trackers_in = True, script.scope(node)
+        draft.make(draft.trackers, node)
         return [code(updated), f"{draft.trackers} = [weft.monitoring.tensorboard({folder})]"]
     if name in ("free_memory", "clear") and isinstance(node, cst.Assign) and len(node.targets) == 1:
-        draft.imports.add("gc")
         return [f"{' = '.join(map(code, elements(node.targets[0].target)))} = None", "gc.collect()"]
     if script.original(call.func) in script.library.makers and isinstance(node, cst.Assign):
         return []
@@ -48,45 +47,35 @@ def is_whole(draft: ScriptDraft, node: cst.CSTNode, name: str) -> bool:
     return known and isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
 
 
-def _register(draft: ScriptDraft, node: cst.Expr, call: cst.Call, _updated: cst.Call) -> list[str] | None:
-    return register(draft, node, call)
-
-
-def _log(draft: ScriptDraft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
-    (args, keywords, spread), here = given(updated), draft.script.scope(node)
-    if draft.script.library.name == "Fabric" and draft.script.method(call.func) == "log":
+def _log(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> list[str]:
+    args, keywords, spread = given(updated)
+    if draft.script.is_fabric and draft.script.method(call.func) == "log":
         args = [cst.parse_expression(f"{{{code(args[0])}: {code(args[1])}}}"), *args[2:]] if len(args) > 1 else []
     values, step = (args[0] if args else None), (args[1] if len(args) > 1 else keywords.get("step"))
-    reaches = draft.has_trackers and draft.trackers_in in (None, here)
-    if values is None or step is None or not reaches or spread or "log_kwargs" in keywords:
-        draft.left(node, draft.hint("log"))
-        return None
-    if draft.guarded(node):
+    if values is None or step is None or not draft.reaches(draft.trackers, call) or spread or "log_kwargs" in keywords:
+        raise Left
+    if draft.guarded(call):
         return [f"for tracker in {draft.trackers}:", f"    tracker({code(values)}, step={code(step)})"]
-    draft.check(node, "numbers are means over the ranks, no longer those of the main rank")
+    draft.check(call, "numbers are means over the ranks, no longer those of the main rank")
     return [f"weft.log({code(values)}, {code(step)}, {draft.context_of(call)}, {draft.trackers})"]
 
 
-def _save(draft: ScriptDraft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
+def _save(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> list[str]:
     args, keywords, _ = given(updated)
-    if draft.script.library.name == "Fabric":  # the path comes first there
+    if draft.script.is_fabric:  # the path comes first there
         args = [*args, *(keywords[each] for each in ("path", "state") if each in keywords)][::-1]
         if len(args) != 2 or not (isinstance(args[0], cst.Call) and code(args[0].func).endswith(".state_dict")):
-            draft.left(node, draft.hint("save"))
-            return None
-    draft.imports.add("torch")
+            raise Left
     arguments = ", ".join(map(code, args))
     return [f"if {draft.context_of(call)}.is_main:", f"    torch.save({arguments})"]
 
 
-def _save_model(draft: ScriptDraft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
+def _save_model(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> list[str]:
     args, keywords, _ = given(updated)
     if len(args) != 2 or keywords:
-        draft.left(node, draft.hint("save_model"))
-        return None
+        raise Left
     model, folder = map(code, args)
-    draft.imports |= {"os", "safetensors.torch"}
-    draft.check(node, "whole tensors only; under fully_shard: weft.export(weft.save(state, folder, step, ctx), out)")
+    draft.check(call, "whole tensors only; under fully_shard: weft.export(weft.save(state, folder, step, ctx), out)")
     return [
         f"if {draft.context_of(call)}.is_main:",
         f"    os.makedirs({folder}, exist_ok=True)",
@@ -94,12 +83,12 @@ def _save_model(draft: ScriptDraft, node: cst.Expr, call: cst.Call, updated: cst
     ]
 
 
-def _unscale(draft: ScriptDraft, node: cst.Expr, call: cst.Call, _updated: cst.Call) -> list[str]:
+def _unscale(draft: ScriptDraft, call: cst.Call, _updated: cst.Call) -> list[str]:
     draft.check(call, "not needed: gradients are in true units")
     return []
 
 
-def _launch(draft: ScriptDraft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str]:
+def _launch(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> list[str]:
     """`fabric.launch()` is the work of `weft launch`; `fabric.launch(main, 1)` also calls `main(fabric, 1)`."""
     if not call.args:
         return []
@@ -108,7 +97,7 @@ def _launch(draft: ScriptDraft, node: cst.Expr, call: cst.Call, updated: cst.Cal
     return [f"{code(function.value)}({', '.join(arguments)})"]
 
 
-def _start_trackers(draft: ScriptDraft, node: cst.Expr, call: cst.Call, updated: cst.Call) -> list[str] | None:
+def _start_trackers(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> list[str]:
     """`init_trackers(name, config=)` becomes a list of trackers."""
     args, keywords, _ = given(updated)
     found = dict(zip(("project_name", "config", "init_kwargs"), args, strict=False)) | keywords
@@ -117,17 +106,14 @@ def _start_trackers(draft: ScriptDraft, node: cst.Expr, call: cst.Call, updated:
     kinds = elements(log_with)
     kind = literal(kinds[0]) if len(kinds) == 1 and isinstance(kinds[0], cst.SimpleString) else None
     passed = _options_of(more, kind)
-    if name is None or passed is None:
-        draft.left(node, draft.hint("init_trackers"))
-        return None
+    if name is None:
+        raise Left
     run, folder, ctx = code(name), draft.setting("project_dir"), draft.context_of(call)
-    draft.has_trackers, draft.trackers_in = True, draft.script.scope(node)
+    draft.make(draft.trackers, call)
     if kind == "wandb":
-        draft.imports.add("wandb")
         configs = "" if config is None else f"config={code(config)}"
         made = f"wandb.init({', '.join(each for each in (f'project={run}', configs, passed) if each)})"
         return [f"{draft.trackers} = [weft.monitoring.trackers.libraries.wandb({made})] if {ctx}.is_main else []"]
-    draft.imports |= {"os"}
     place = f"os.path.join({draft.text(folder)}, {run})" if folder is not None else run
     lines = [f"{draft.trackers} = [weft.monitoring.tensorboard({place})]"]
     if config is not None:
@@ -138,31 +124,29 @@ def _start_trackers(draft: ScriptDraft, node: cst.Expr, call: cst.Call, updated:
     return lines
 
 
-def _options_of(more: cst.BaseExpression | None, kind: object) -> str | None:
-    """`init_kwargs={"wandb": {...}}` as arguments of `wandb.init`; None if that is not what there is."""
+def _options_of(more: cst.BaseExpression | None, kind: object) -> str:
+    """`init_kwargs={"wandb": {...}}` as arguments of `wandb.init`."""
     if more is None:
         return ""
-    if kind != "wandb" or not isinstance(more, cst.Dict) or len(more.elements) != 1:
-        return None
-    [element] = more.elements
-    known = isinstance(element, cst.DictElement) and literal(element.key) == "wandb"
-    return f"**{code(element.value)}" if known else None
+    [element] = more.elements if isinstance(more, cst.Dict) and len(more.elements) == 1 else [None]
+    if kind != "wandb" or not isinstance(element, cst.DictElement) or literal(element.key) != "wandb":
+        raise Left
+    return f"**{code(element.value)}"
 
 
 def _step_scheduler(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> list[str] | None:
     """A prepared scheduler of Accelerate takes as many steps at once as there are ranks."""
     once = draft.is_set("split_batches") or draft.setting("step_scheduler_with_optimizer") is not None
-    once |= draft.script.library.name == "Fabric"
+    once |= draft.script.is_fabric
     if cst.ensure_type(call.func, cst.Attribute).attr.value != "step" or once:
         return None
     draft.check(call, "as many steps as ranks, as Accelerate does; one is enough if the schedule counts global steps")
     return [f"for _ in range({draft.ctx}.world_size):", f"    {code(updated)}"]
 
 
-_Handler = Callable[[ScriptDraft, cst.Expr, cst.Call, cst.Call], list[str] | None]
-STATEMENTS: Mapping[str, _Handler] = MappingProxyType(
+STATEMENTS: Mapping[str, Callable[[ScriptDraft, cst.Call, cst.Call], list[str]]] = MappingProxyType(
     {
-        "register_for_checkpointing": _register,
+        "register_for_checkpointing": register,
         "init_trackers": _start_trackers,
         "log": _log,
         "log_dict": _log,

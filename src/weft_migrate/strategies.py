@@ -5,90 +5,81 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple
 
 import libcst as cst
 
 from weft.cli.foreign.accelerate import calls_of
 from weft_migrate.draft import ScriptDraft, literal
-from weft_migrate.script import Given, code, dotted, elements
+from weft_migrate.script import Expression, Given, code, dotted, elements
 
 _COMPRESSED = MappingProxyType({"FP16": "torch.float16", "BF16": "torch.bfloat16"})
-_POLICIES = MappingProxyType(  # of Fabric
-    {"bf16-mixed": "bf16", "16-mixed": "fp16", "bf16-true": "bf16-true", "16-true": "fp16-true", "64-true": "fp64"}
-    | {"bf16": "bf16", "16": "fp16", "64": "fp64", "transformer-engine": "fp8", "32": "no", "32-true": "no"}
-)
-# Keywords of plugins that have another name in a configuration file.
-_FILE_NAMES = MappingProxyType(
-    {
-        "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap",
-        "cpu_offload": "offload_params",
-        "hf_ds_config": "deepspeed_config_file",
-    }
-)
 _SCALING = MappingProxyType(
     {"init_scale": "init", "growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "growth_every"}
 )
-_OF_MODELS = frozenset(
-    {"start", "recompute", "tensor_parallel", "context_parallel", "expert_parallel"}
-    | {"replicate", "fully_shard", "zero_partition", "compile"}
-)
-_PLUGINS = MappingProxyType(
-    {
-        "fsdp_plugin": ("FullyShardedDataParallelPlugin", "fsdp_config"),
-        "deepspeed_plugin": ("DeepSpeedPlugin", "deepspeed_config"),
-    }
-)
-# What plugins say that is about memory, speed or files of Accelerate alone.
-_NO_MEANING = frozenset(
-    {"state_dict_type", "state_dict_config", "optim_state_dict_config", "use_orig_params", "limit_all_gathers"}
-    | {"backward_prefetch", "forward_prefetch", "sync_module_states", "cpu_ram_efficient_loading", "fsdp_version"}
-    | {"zero3_init_flag", "zero3_save_16bit_model", "process_group_backend", "timeout", "gradient_as_bucket_view"}
-)
-_POLICIES_OF_FABRIC = frozenset({"auto_wrap_policy", "activation_checkpointing_policy"})
-_TAKEN = frozenset(
-    {"sharding_strategy", "reshard_after_forward", "auto_wrap_policy", "min_num_params", "activation_checkpointing"}
-    | {"zero_stage", "stage", "offload_optimizer_device", "offload_param_device", "find_unused_parameters"}
-    | {"offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_accumulation_steps", "gradient_clipping"}
-    | _FILE_NAMES.keys()
+_STRATEGIES = frozenset({"replicate", "fully_shard", "zero_partition"})
+_OF_MODELS = _STRATEGIES | {"start", "recompute", "tensor_parallel", "context_parallel", "expert_parallel", "compile"}
+_SAID_ELSEWHERE = frozenset({"accumulate_grads", "skip_nonfinite"})
+_PLUGINS = (
+    ("fsdp_plugin", "FullyShardedDataParallelPlugin", "fsdp_config"),
+    ("deepspeed_plugin", "DeepSpeedPlugin", "deepspeed_config"),
 )
 
 
-def strategy(draft: ScriptDraft, node: cst.CSTNode | None = None) -> list[str]:
+class Applied(NamedTuple):
+    """A transform of a model, or `start`.
+
+    Attributes:
+        name: Of the function.
+        options: The text of its keyword arguments.
+    """
+
+    name: str
+    options: str = ""
+
+
+def strategy(draft: ScriptDraft, node: cst.CSTNode | None = None) -> list[Applied]:
     """The calls for models, from `recompute` to `compile`; empty for plain `replicate`.
 
     Args:
         draft: The translation.
         node: Where something is said about what is not taken over, if it is.
     """
-    if draft.script.library.name == "Fabric":
+    if draft.script.is_fabric:
         return _of_fabric(draft, node)
     values = dict(draft.config)
-    for setting, (kind, key) in _PLUGINS.items():
+    names = draft.script.library.plugins
+    for setting, kind, key in _PLUGINS:
         name, given = draft.script.made(draft.script.settings.get(setting))
         if name == kind:
-            values[key] = {_FILE_NAMES.get(each, each): literal(value) for each, value in given.keywords.items()}
+            values[key] = {names.get(each) or each: literal(value) for each, value in given.keywords.items()}
             _lost(draft, node, kind, given)
-    calls = calls_of({key: value for key, value in values.items() if key not in ("mixed_precision", "debug")})
-    chosen = [call for call in calls if call.partition("(")[0].removeprefix("weft.") in _OF_MODELS]
-    for call in calls:
-        said = call in chosen or "accumulate_grads" in call or "skip_nonfinite" in call
-        if node and not said:
+    found: list[Applied] = []
+    for call in calls_of({key: value for key, value in values.items() if key not in ("mixed_precision", "debug")}):
+        function, _, arguments = call.partition("  #")[0].removesuffix(")").partition("(")
+        name = function.rpartition(".")[2]
+        if name in _OF_MODELS:
+            objects = ("model", "optimizer", "ctx")
+            options = [each for each in arguments.split(", ") if each not in objects]
+            found.append(Applied(name, ", ".join(options)))
+        elif node and name not in _SAID_ELSEWHERE:
             draft.check(node, f"to add: {call}")
-    return [call.partition("  #")[0] for call in chosen]
+    return found
 
 
 def _lost(draft: ScriptDraft, node: cst.CSTNode | None, kind: str, given: Given) -> None:
     """List the arguments that are not taken over."""
-    policies = {name for name, value in given.keywords.items() if isinstance(value, (cst.Set, cst.Name))}
-    taken = {name for name, value in given.keywords.items() if name in _TAKEN and literal(value) is not None}
-    lost = given.keywords.keys() - _NO_MEANING - taken - (policies & _POLICIES_OF_FABRIC)
+    names = draft.script.library.plugins
+    lost = sorted(
+        f"{name}={code(value)}"
+        for name, value in given.keywords.items()
+        if names.get(name) != "" and (name not in names or literal(value) is None)
+    )
     if lost and node:
-        texts = (f"{name}={code(given.keywords[name])}" for name in sorted(lost))
-        draft.check(node, f"{kind}: {', '.join(texts)} is not taken over")
+        draft.check(node, f"{kind}: {', '.join(lost)} is not taken over")
 
 
-def _of_fabric(draft: ScriptDraft, node: cst.CSTNode | None) -> list[str]:
+def _of_fabric(draft: ScriptDraft, node: cst.CSTNode | None) -> list[Applied]:
     """The calls for `strategy=` of Fabric."""
     given = draft.script.settings.get("strategy")
     kind, arguments = draft.script.made(given)
@@ -98,86 +89,89 @@ def _of_fabric(draft: ScriptDraft, node: cst.CSTNode | None) -> list[str]:
     if stage or kind == "DeepSpeedStrategy":
         level = stage[1] if stage else str(literal(arguments.keywords.get("stage")) or 2)
         more = ', engine="deepspeed", offload="cpu"' if "offload" in name else ""
-        return [f"weft.zero_partition(model, optimizer, ctx, stage={level}{more})"]
+        return [Applied("zero_partition", f"stage={level}{more}")]
     if name.startswith("fsdp") or kind == "FSDPStrategy":
-        return _fsdp_of_fabric(arguments, offload="offload" in name)
+        return _fsdp_of_fabric(arguments.keywords, offload="offload" in name)
     unused = name.endswith("find_unused_parameters_true")
     unused |= literal(arguments.keywords.get("find_unused_parameters")) is True
-    return ['weft.replicate(model, ctx, unused="zero")'] if unused else []
+    return [Applied("replicate", 'unused="zero"')] if unused else []
 
 
-def _fsdp_of_fabric(arguments: Given, *, offload: bool) -> list[str]:
-    keywords, calls = arguments.keywords, []
-    units = {
-        name: ", ".join(map(code, elements(keywords[name])))
-        for name in _POLICIES_OF_FABRIC
-        if name in keywords and isinstance(keywords[name], (cst.Set, cst.Name))
-    }
-    units = {name: f"[{each}]" if "," in each else each for name, each in units.items()}
+def _fsdp_of_fabric(keywords: Mapping[str, Expression], *, offload: bool) -> list[Applied]:
+    calls: list[Applied] = []
+    options: list[str] = []
     sharding = str(literal(keywords.get("sharding_strategy")) or "")
     if sharding.startswith("HYBRID"):
-        calls.append('weft.start(mesh={"replica": -1, "shard": torch.accelerator.device_count()})')
-    if "activation_checkpointing_policy" in units:
-        calls.append(f"weft.recompute(model, ctx, blocks={units['activation_checkpointing_policy']})")
-    options = f", units={units['auto_wrap_policy']}" if "auto_wrap_policy" in units else ""
-    options += ", reshard_after_forward=False" if "GRAD_OP" in sharding or "ZERO2" in sharding else ""
-    options += ", offload=True" if offload or literal(keywords.get("cpu_offload")) is True else ""
-    return [*calls, f"weft.fully_shard(model, ctx{options})"]
+        calls.append(Applied("start", 'mesh={"replica": -1, "shard": torch.accelerator.device_count()}'))
+    if blocks := _classes(keywords.get("activation_checkpointing_policy")):
+        calls.append(Applied("recompute", f"blocks={blocks}"))
+    if units := _classes(keywords.get("auto_wrap_policy")):
+        options.append(f"units={units}")
+    if "GRAD_OP" in sharding or "ZERO2" in sharding:
+        options.append("reshard_after_forward=False")
+    if offload or literal(keywords.get("cpu_offload")) is True:
+        options.append("offload=True")
+    return [*calls, Applied("fully_shard", ", ".join(options))]
+
+
+def _classes(policy: Expression | None) -> str:
+    """The classes in a policy of Fabric; empty if it is something else."""
+    texts = list(map(code, elements(policy))) if isinstance(policy, (cst.Set, cst.Name)) else []
+    return f"[{', '.join(texts)}]" if len(texts) > 1 else "".join(texts)
 
 
 def model_lines(
     draft: ScriptDraft, node: cst.CSTNode, models: Mapping[str, str], optimizers: Mapping[str, str], ctx: str
 ) -> list[str]:
     """The lines for models and optimizers of one `prepare`: names, and what is given for them."""
-    split, calls, (policy, may_scale) = [], strategy(draft, node), precision(draft)
-    if any('engine="deepspeed"' in call for call in calls) and policy == '"fp16"':
+    split, (policy, may_scale) = [], precision(draft)
+    calls = [call for call in strategy(draft, node) if call.name != "start"]
+    if any('engine="deepspeed"' in call.options for call in calls) and policy == '"fp16"':
         policy, may_scale = '"bf16"', False
         draft.check(node, "bf16: DeepSpeed cannot scale a loss that is not its own")
-    calls = [call for call in calls if not call.startswith("weft.start(")]
-    if not any(f"weft.{each}(" in call for call in calls for each in ("replicate", "fully_shard", "zero_partition")):
-        compiles = [call for call in calls if "weft.compile(" in call]
-        rest = [call for call in calls if call not in compiles]
-        calls = [*rest, f"weft.replicate(model, ctx{_replicate_options(draft)})", *compiles]
-    taken = {name: given for name, given in optimizers.items() if name != given}
-    lines = [f"{name} = {given}" for name, given in taken.items()]
+    if not any(call.name in _STRATEGIES for call in calls):
+        calls.append(Applied("replicate", _replicate_options(draft)))
+        calls.sort(key=lambda call: call.name == "compile")
+    lines = [f"{name} = {given}" for name, given in optimizers.items() if name != given]
     asked = any(draft.script.method(n) == "optimizer_step_was_skipped" for n in draft.script.parents)
     skips = [f"{name}, {ctx} = weft.skip_nonfinite({name}, {ctx})" for name in optimizers if may_scale or asked]
-    is_zero = any("weft.zero_partition(" in call for call in calls)
     paired = dict(zip(models, optimizers, strict=False)) if len(models) == len(optimizers) else {}
     for name, given in models.items():
         given_now = given
         if policy:
-            draft.imports |= {"torch"} if "torch." in policy else set()
             lines.append(f"{name}, {ctx} = weft.with_precision({given}, {ctx}, {policy})")
             given_now = name
         mine = [paired[name]] if name in paired else list(optimizers)
         for call in calls:
             split.append(_line(draft, node, call, name, given_now, mine, ctx))
             given_now = name
+    is_zero = any(call.name == "zero_partition" for call in calls)
     return [*lines, *skips, *split] if is_zero else [*lines, *split, *skips]
 
 
 def _line(
-    draft: ScriptDraft, node: cst.CSTNode, call: str, name: str, given: str, optimizers: Sequence[str], ctx: str
+    draft: ScriptDraft, node: cst.CSTNode, call: Applied, name: str, given: str, optimizers: Sequence[str], ctx: str
 ) -> str:
     """One call for one model."""
-    function, _, options = call.removesuffix(")").partition("(model, ctx")
-    if call.startswith("weft.zero_partition("):
-        function, _, options = call.removesuffix(")").partition("(model, optimizer, ctx")
-        if len(optimizers) == 1:
-            return f"{name}, {optimizers[0]}, {ctx} = {function}({given}, {optimizers[0]}, {ctx}{options})"
-        draft.check(node, f"model, optimizer, ctx = {call}: for one model with its optimizer")
-        function, options = "weft.replicate", ""
-    if function == "weft.fully_shard" and optimizers:  # they were made of the parameters before
+    function, options = call
+    objects = [name]
+    if function == "zero_partition" and len(optimizers) == 1:
+        objects += optimizers
+    elif function == "zero_partition":
+        line = f"model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, {options})"
+        draft.check(node, f"{line}: for one model with its optimizer")
+        function, options = "replicate", ""
+    elif function == "fully_shard" and optimizers:  # they were made of the parameters before
         several = f"[{', '.join(optimizers)}]"
-        options += f", rebind={optimizers[0] if len(optimizers) == 1 else several}"
-    return f"{name}, {ctx} = {function}({given}, {ctx}{options})"
+        rebind = f"rebind={optimizers[0] if len(optimizers) == 1 else several}"
+        options = f"{options}, {rebind}" if options else rebind
+    arguments = ", ".join(filter(None, [given, *objects[1:], ctx, options]))
+    return f"{', '.join(objects)}, {ctx} = weft.{function}({arguments})"
 
 
 def _reduce(draft: ScriptDraft) -> str | None:
     """In which dtype the hook of DDP sends gradients, as text; a hook that is chosen at run time has its value."""
-    handlers = draft.handlers("DistributedDataParallelKwargs")
-    hook = next((found for each in handlers if (found := each.keywords.get("comm_hook"))), None)
+    hook = draft.handler("DistributedDataParallelKwargs").get("comm_hook")
     kind, made = draft.script.made(hook)
     if kind == "DDPCommunicationHookType" and made.args:
         return f'{{"fp16": torch.float16, "bf16": torch.bfloat16}}.get({code(made.args[0])})'
@@ -186,10 +180,9 @@ def _reduce(draft: ScriptDraft) -> str | None:
 
 def precision(draft: ScriptDraft) -> tuple[str | None, bool]:
     """The policy as text, if there is one, and whether it may be fp16."""
-    if draft.script.library.name == "Fabric":
-        value: Any = literal(draft.script.settings.get("precision"))
-        policy = _POLICIES.get(str(value), "no")
-        return (None if policy == "no" else f'"{policy}"'), policy == "fp16"
+    if draft.script.is_fabric:
+        policy = draft.script.library.precisions.get(str(literal(draft.script.settings.get("precision"))))
+        return policy and f'"{policy}"', policy == "fp16"
     setting, reduce = draft.setting("mixed_precision"), _reduce(draft)
     if setting is None or literal(setting) == "no" or dotted(setting) == "None":
         return (f"weft.Precision(reduce={reduce})" if reduce else None), False
@@ -198,8 +191,7 @@ def precision(draft: ScriptDraft) -> tuple[str | None, bool]:
     may_scale = not is_literal or literal(setting) == "fp16"
     scaling = [
         f"{_SCALING[name]}={code(value)}"
-        for each in draft.handlers("GradScalerKwargs")
-        for name, value in each.keywords.items()
+        for name, value in draft.handler("GradScalerKwargs").items()
         if name in _SCALING
     ]
     changes = [f"reduce={reduce}"] if reduce else []
@@ -207,27 +199,24 @@ def precision(draft: ScriptDraft) -> tuple[str | None, bool]:
         changes.append(f"scaling=weft.precision.LossScaling({', '.join(scaling)})")
     if not changes:
         return text, may_scale
-    draft.imports.add("dataclasses")
     return f"dataclasses.replace(weft.precision.named_policy({text}), {', '.join(changes)})", may_scale
 
 
 def _replicate_options(draft: ScriptDraft) -> str:
-    options = ""
-    for name, value in (
-        pair for each in draft.handlers("DistributedDataParallelKwargs") for pair in each.keywords.items()
-    ):
+    options: list[str] = []
+    for name, value in draft.handler("DistributedDataParallelKwargs").items():
         text = code(value)
         last = text.rpartition(".")[2]
         if name == "find_unused_parameters" and text == "True":
-            options += ', unused="zero"'
+            options.append('unused="zero"')
         elif name == "broadcast_buffers" and text == "False":
-            options += ', buffers="local"'
+            options.append('buffers="local"')
         elif name == "bucket_cap_mb":
-            options += f", bucket_bytes={text} * 2**20"
+            options.append(f"bucket_bytes={text} * 2**20")
         elif name == "comm_hook" and last in ("POWER_SGD", "BATCHED_POWER_SGD"):
-            options += ", compress=weft.precision.PowerSGD()"
+            options.append("compress=weft.precision.PowerSGD()")
         elif name == "comm_hook" and last not in {*_COMPRESSED, "NO"}:
             draft.check(value, "for power_sgd: weft.replicate(model, ctx, compress=weft.precision.PowerSGD())")
         elif name in ("comm_wrapper", "comm_state_option") and last not in ("NO", "{}"):
             draft.check(value, "not taken over")
-    return options
+    return ", ".join(options)

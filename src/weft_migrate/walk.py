@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import MappingProxyType
 from typing import Any
 
@@ -9,8 +10,7 @@ import libcst as cst
 from typing_extensions import override
 
 from weft_migrate.calls import CALLS
-from weft_migrate.draft import ScriptDraft
-from weft_migrate.libraries.rows import Template
+from weft_migrate.draft import Left, ScriptDraft
 from weft_migrate.loops import is_after_backward, split_loop
 from weft_migrate.prepare import construct
 from weft_migrate.script import code, dotted, given, inside, is_part, targets
@@ -18,7 +18,8 @@ from weft_migrate.statements import STATEMENTS, is_whole, statement
 from weft_migrate.strategies import strategy
 
 _DEFAULTS = MappingProxyType({"mixed_precision": '"no"', "gradient_accumulation_steps": "1"})
-_KINDS = MappingProxyType({"FSDP": "weft.fully_shard(", "DEEPSPEED": "weft.zero_partition("})
+_BINDING = (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation, cst.BooleanOperation)
+_KINDS = MappingProxyType({"FSDP": "fully_shard", "DEEPSPEED": "zero_partition"})
 
 
 class Walk(cst.CSTTransformer):
@@ -40,6 +41,9 @@ class Walk(cst.CSTTransformer):
 
     @override
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        if isinstance(original_node, (cst.IndentedBlock, cst.Module)):
+            body, lines = self.draft.results(original_node.body)
+            return updated_node.with_changes(body=body, footer=[*lines, *updated_node.footer])
         new = super().on_leave(original_node, updated_node)
         if isinstance(original_node, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
             single = [new] if isinstance(new, cst.CSTNode) else []
@@ -74,7 +78,10 @@ class Walk(cst.CSTTransformer):
         new = self._attribute(original_node)
         if new is None:
             return self._annotation(original_node, updated_node)
-        return cst.parse_expression(new) if isinstance(new, str) else new
+        if not isinstance(new, str):
+            return new
+        bound = " " in new and isinstance(self.script.parents[original_node], (*_BINDING, cst.Attribute))
+        return self.draft.expression(f"({new})" if bound else new)
 
     def _attribute(self, node: cst.Attribute) -> str | cst.CSTNode | None:
         """The text of an attribute that is not called; the node itself if it is left; None if it is no use."""
@@ -83,7 +90,6 @@ class Walk(cst.CSTTransformer):
         if dotted(node) in script.holders:
             return draft.context(node)
         if node.attr.value == "no_sync" and draft.prepared.get(dotted(node.value)) == "model":
-            draft.imports.add("functools")
             return f"functools.partial(weft.contract.no_sync, {dotted(node.value)}, {draft.ctx})"
         if script.method(node.value) == "state" and (text := self._state(node)):
             return text
@@ -95,10 +101,7 @@ class Walk(cst.CSTTransformer):
             draft.left(node, draft.hint(name, "the settings are arguments of weft.start and of the transforms"))
             return node
         if name in script.library.attributes:
-            draft.imports |= {"torch"} if name == "save" else set()
-            text = script.library.attributes[name].format(ctx=draft.context(node.value))
-            bound = isinstance(parent, (cst.UnaryOperation, cst.Comparison, cst.ComparisonTarget))
-            return f"({text})" if " " in text and bound else text
+            return script.library.attributes[name].format(ctx=draft.context(node.value))
         if name == "sync_gradients" and is_after_backward(draft, node):
             return "True"
         if name in _DEFAULTS and (setting := draft.setting_at(name, node, _DEFAULTS[name])):
@@ -134,10 +137,9 @@ class Walk(cst.CSTTransformer):
         name, script = node.attr.value, self.script
         if name == "mixed_precision":
             return self.draft.setting_at(name, node, _DEFAULTS[name])
-        if name in script.library.attributes and name not in ("print", "save"):
-            return script.library.attributes[name].format(
-                ctx=self.draft.context(cst.ensure_type(node.value, cst.Attribute).value)
-            )
+        if name in script.library.attributes:
+            holder = cst.ensure_type(node.value, cst.Attribute).value
+            return script.library.attributes[name].format(ctx=self.draft.context(holder))
         plugins = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
         configured = self.draft.config.get(name.replace("_plugin", "_config"))
         known = script.are_known and name not in script.settings and not configured
@@ -187,8 +189,7 @@ class Walk(cst.CSTTransformer):
         texts = {"XLA": f'{ctx}.device.type == "xla"', "TPU": f'{ctx}.device.type == "xla"'}
         texts["NO"] = f"{ctx}.world_size == 1"
         if script.are_known and kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-            found = any(_KINDS.get(kind, "?") in call for call in strategy(self.draft))
-            texts[kind] = str(found)
+            texts[kind] = str(any(call.name == _KINDS.get(kind) for call in strategy(self.draft)))
         equal = isinstance(first.operator, (cst.Equal, cst.Is))
         if kind not in texts or others or not (equal or isinstance(first.operator, (cst.NotEqual, cst.IsNot))):
             self.draft.left(left, self.draft.hint("distributed_type"))
@@ -207,25 +208,23 @@ class Walk(cst.CSTTransformer):
             return self._other_call(node, updated)
         if self._is_part_of_more(node, method, imported):
             return updated
-        if imported in script.library.classes:
-            if not isinstance(script.parents[node], cst.Attribute):
-                return cst.parse_expression(construct(draft, node))
-            draft.left(node, "ctx = weft.start(), once; then ctx.rank, ctx.is_main, ctx.is_last, ctx.device")
-            return node
         name = method or imported or ""
-        text: str | None = None
-        if name in CALLS and (node.args or name in ("autocast", "profile")):
-            text = CALLS[name](draft, node, updated)
-            return node if text is None else cst.parse_expression(text)
-        if imported in script.library.functions or method in script.library.methods:
-            return self._from_template(node, updated, name)
-        draft.left(node, draft.hint(name))
-        return node
+        try:
+            if imported in script.library.classes:
+                text = construct(draft, node)
+            elif name in CALLS and (node.args or name in ("autocast", "profile")):
+                text = CALLS[name](draft, node, updated)
+            else:
+                text = self._from_template(node, updated, name)
+        except Left as left:
+            draft.left(node, left.before + draft.hint(name, left.otherwise))
+            return node
+        return draft.expression(text)
 
     def _is_part_of_more(self, node: cst.Call, method: str | None, imported: str | None) -> bool:
         """Whether a call is translated as an attribute, with its statement, or with the settings it belongs to."""
         script = self.script
-        if method and method in ("print", "save") and method in script.library.attributes:
+        if method in script.library.attributes:
             return True
         if method in STATEMENTS or method in script.library.prepares:
             return is_whole(self.draft, node, method or "")
@@ -243,11 +242,9 @@ class Walk(cst.CSTTransformer):
 
     def _with_arguments(self, node: cst.Call, updated: cst.Call) -> cst.Call:
         """A call with the settings that a function needs now."""
-        more = [
-            cst.Arg(cst.parse_expression(text), keyword=cst.Name(name), equal=_EQUAL)
-            for name, text in self.draft.arguments.get(node, {}).items()
-        ]
-        return updated.with_changes(args=_joined(updated.args, more)) if more else updated
+        more = ", ".join(f"{name}={text}" for name, text in self.draft.arguments.get(node, {}).items())
+        added = cst.ensure_type(cst.parse_expression(f"f({more})"), cst.Call).args
+        return updated.with_changes(args=[*updated.args, *added])
 
     @override
     def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> Any:
@@ -262,35 +259,38 @@ class Walk(cst.CSTTransformer):
         """`len` of a loader that is restored; messages of Accelerate's logger."""
         draft = self.draft
         counted = dotted(node.args[0].value) if dotted(node.func) == "len" and node.args else ""
-        if counted in draft.lengths and draft.state_in in (None, self.script.scope(node)):
+        if counted in draft.lengths and draft.made.get(draft.state) in (None, self.script.scope(node)):
             return cst.Name(draft.lengths[counted])
         if isinstance(node.func, cst.Attribute) and "get_logger" in self.script.imported.values():
             gone = ("main_process_only", "in_order")
             args = [each for each in updated.args if not (each.keyword and each.keyword.value in gone)]
-            if len(args) < len(updated.args):
-                return updated.with_changes(args=_joined(args, []))
+            if args and len(args) < len(updated.args):
+                return updated.with_changes(args=[*args[:-1], args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
         return updated
 
-    def _from_template(self, node: cst.Call, updated: cst.Call, name: str) -> cst.BaseExpression:
+    def _from_template(self, node: cst.Call, updated: cst.Call, name: str) -> str:
+        """The text of the first row that fits."""
         draft, library = self.draft, self.script.library
         is_method = self.script.method(node.func) is not None
-        template: Template = (library.methods if is_method else library.functions)[name]
+        rows = (library.methods if is_method else library.functions).get(name)
+        if rows is None:
+            raise Left
         args, keywords, spread = given(updated)
-        found = dict(zip(template.parameters, args, strict=False)) | keywords
-        missing = [each for each, default in template.parameters.items() if default is None and each not in found]
-        known = not spread and set(found) <= set(template.parameters) and len(found) >= len(args)
         releases = name in ("free_memory", "clear") and isinstance(self.script.parents[node], cst.Expr)
-        if (missing or not known) and not releases:
-            example = template.text.format(ctx=draft.ctx, **dict.fromkeys(template.parameters, "..."))
-            draft.left(node, draft.hint(name, example))
-            return node
-        texts = {p: code(found[p]) if p in found else default for p, default in template.parameters.items()}
-        text = template.text.format(ctx=draft.context_of(node) if is_method else draft.ctx, **texts)
-        text = text.removesuffix(", 2)") + ")" if name == "clip_grad_norm_" and text.endswith(", 2)") else text
-        draft.imports |= {template.needs} - {""}
-        if name in library.remarks:
-            draft.check(node, library.remarks[name])
-        return cst.parse_expression(text)
+        for text, parameters in rows:
+            found = dict(zip(parameters, args, strict=False)) | keywords
+            needed = {each for each, default in parameters.items() if default is None}
+            known = needed <= set(found) <= set(parameters) and not spread and len(found) >= len(args)
+            if not known and not releases:
+                continue
+            if name in library.remarks:
+                draft.check(node, library.remarks[name])
+            texts = {each: code(found[each]) if each in found else default for each, default in parameters.items()}
+            absent = "|".join(each for each, given_text in texts.items() if not given_text)
+            pattern = re.sub(rf", (\w+=)?{{({absent})}}", "", text)
+            return pattern.format(ctx=draft.context_of(node) if is_method else draft.ctx, **texts)
+        text, parameters = rows[0]
+        raise Left(otherwise=text.format(ctx=draft.ctx, **dict.fromkeys(parameters, "...")))
 
     # -- statements ------------------------------------------------------------------------------------
 
@@ -303,13 +303,18 @@ class Walk(cst.CSTTransformer):
         [old], [new] = original_node.body, updated_node.body
         if not isinstance(old, (cst.Expr, cst.Assign)) or not isinstance(new, (cst.Expr, cst.Assign)):
             return updated_node
-        lines = statement(self.draft, old, new)
+        try:
+            lines = statement(self.draft, old, new)
+        except Left as left:
+            name = self.script.method(cst.ensure_type(old.value, cst.Call).func)
+            self.draft.left(old, left.before + self.draft.hint(name, left.otherwise))
+            return original_node
         if lines is None:
-            return original_node if old in self.draft.kept else updated_node
+            return updated_node
         if not lines:
             return cst.RemoveFromParent()
         text = "\n".join(lines) + code(updated_node.trailing_whitespace)
-        first, *rest = cst.parse_module(text).body
+        first, *rest = self.draft.importing(cst.parse_module(text)).body
         return cst.FlattenSentinel([first.with_changes(leading_lines=updated_node.leading_lines), *rest])
 
     @override
@@ -329,27 +334,3 @@ class Walk(cst.CSTTransformer):
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> Any:
         found = next((each for each in self.draft.looped if each.loop is original_node), None)
         return split_loop(self.draft, found, updated_node) if found else updated_node
-
-    @override
-    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> Any:
-        body, lines = self.draft.results(original_node.body)
-        return updated_node.with_changes(body=body, footer=[*lines, *updated_node.footer])
-
-    @override
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        body, lines = self.draft.results(original_node.body)
-        return updated_node.with_changes(body=body, footer=[*lines, *updated_node.footer])
-
-
-_EQUAL = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-
-
-def _joined(args: Any, more: list[cst.Arg]) -> list[cst.Arg]:
-    """Arguments with commas between them; the last keeps the one that is there, with what follows it."""
-    found, space = [*args, *more], cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    for n, each in enumerate(found[:-1]):
-        if not isinstance(each.comma, cst.Comma):
-            found[n] = each.with_changes(comma=space)
-    if found and isinstance(found[-1].comma, cst.Comma) and not more:
-        found[-1] = found[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-    return found

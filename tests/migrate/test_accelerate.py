@@ -538,7 +538,8 @@ def test_no_sync_of_a_model_that_is_chosen_at_run_time():
 
 def test_hints_name_what_is_there():
     for library in LIBRARIES:
-        templates = [each.text for each in (*library.methods.values(), *library.functions.values())]
+        rows = (*library.methods.values(), *library.functions.values())
+        templates = [each.text for alternatives in rows for each in alternatives]
         hints = (*library.hints.values(), *library.remarks.values(), *library.settings.values(), *templates)
         names = {name for hint in hints for name in re.findall(r"\b(weft(?:\.\w+)+)", hint)}
         assert len(names) > 15

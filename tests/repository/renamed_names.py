@@ -127,7 +127,8 @@ def _note_uses(used):
 
     for cls, names in ((private_names.Private, ("found",)), (private_names.Attribute, ("name", "exists"))):
         for name in names:
-            setattr(cls, name, property(noting(vars(cls)[name].fget)))
+            kept = vars(cls)[name]
+            setattr(cls, name, property(noting(getattr(kept, "func", None) or kept.fget)))
     for name in ("of", "get", "set"):
         setattr(private_names.Attribute, name, noting(vars(private_names.Attribute)[name]))
 
@@ -142,7 +143,7 @@ def _rank(rank, ports, name, trainings, folder, answer):
         _note_uses(used)
     else:
         for one in _named()[name]:
-            for kept in ("_found", "_is_there"):
+            for kept in ("found", "exists"):
                 with contextlib.suppress(AttributeError):
                     delattr(one, kept)
         rename(name)

@@ -76,21 +76,15 @@ def run(options: argparse.Namespace) -> int:
 def _update(path: Path, words: Sequence[str]) -> int:
     """Change a file in place; returns 0."""
     text = path.read_text(encoding="utf-8")
-    data: dict[str, Any] = tomllib.loads(text)
-    gone = [name for name, values in data.items() if name not in _TABLES or not isinstance(values, dict)]
-    gone += [
-        f"{table}.{key}"
-        for table in _TABLES
-        if table not in gone
-        for key in data.get(table, {})
-        if key not in _TABLES[table]
-    ]
     changes = _given(words)
-    kept = {
-        table: {key: value for key, value in data.get(table, {}).items() if key in _TABLES[table]}
-        for table in _TABLES
-        if table not in gone
-    }
+    gone: list[str] = []
+    kept: dict[str, dict[str, Any]] = {}
+    for table, values in tomllib.loads(text).items():
+        if table in _TABLES and isinstance(values, dict):
+            kept[table] = {key: value for key, value in values.items() if key in _TABLES[table]}
+            gone += [f"{table}.{key}" for key in values if key not in _TABLES[table]]
+        else:
+            gone.append(table)
     wanted = {table: values for table in _TABLES if (values := kept.get(table, {}) | changes.get(table, {}))}
     config = checked(wanted, str(path))
     new = updated(text, changes)

@@ -68,7 +68,8 @@ def read_model(place: str) -> Estimate:
     if path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
         path = path / "config.json"
     if path.name.endswith(".json") and path.is_file() and not path.name.endswith(".index.json"):
-        return estimate(_of_config(_read_config(path)), name=place)
+        config = _transformers(f"{path} needs transformers").AutoConfig.from_pretrained(str(path))
+        return estimate(_of_config(config), name=place)
     if path.exists():
         tensors = from_path("estimate", path, "model").tensors
         once = {stored.key: (name, stored) for name, stored in reversed(tensors.items())}
@@ -108,18 +109,13 @@ def _of_class(place: str) -> nn.Module:
     return model
 
 
-def _read_config(path: Path) -> Any:
-    transformers = import_extra(
-        "transformers", f"estimate: {path} needs transformers", expected="the package transformers", extra="interop"
-    )
-    return transformers.AutoConfig.from_pretrained(str(path))
+def _transformers(problem: str) -> Any:
+    return import_extra("transformers", f"estimate: {problem}", expected="the package transformers", extra="interop")
 
 
 def _of_config(config: Any) -> nn.Module:
     """The model of a configuration of transformers, on meta: of the class it names, or without a head."""
-    transformers = import_extra(
-        "transformers", "estimate: this needs transformers", expected="the package transformers", extra="interop"
-    )
+    transformers = _transformers("this needs transformers")
     if not isinstance(config, transformers.PretrainedConfig):
         raise _no_model(type(config).__name__, f"a {type(config).__name__}")
     named = [getattr(transformers, name) for name in config.architectures or () if hasattr(transformers, name)]

@@ -103,14 +103,14 @@ def run(options: argparse.Namespace) -> int:
     if options.slurm is not None:
         given["rdzv"] = "first:29500"  # the script finds out when it runs
     devices = {}
-    if options.devices is not None and options.slurm is not None:
-        raise ContextError(
-            "launch: --devices has no effect with --slurm",
-            found=f"--devices {options.devices} --slurm {options.slurm}",
-            expected="the devices of a job of SLURM as SLURM gives them",
-            fix=f"weft launch --slurm {options.slurm} --sbatch=--gpus-per-node=2 -n 2 {words[0]}",
-        )
     if options.devices is not None:
+        if options.slurm is not None:
+            raise ContextError(
+                "launch: --devices has no effect with --slurm",
+                found=f"--devices {options.devices} --slurm {options.slurm}",
+                expected="the devices of a job of SLURM as SLURM gives them",
+                fix=f"weft launch --slurm {options.slurm} --sbatch=--gpus-per-node=2 -n 2 {words[0]}",
+            )
         variable, there = visible_devices(os.environ)  # noqa: TID251
         chosen = chosen_devices(options.devices, there, nproc=given["nproc"])
         given["nproc"], devices = len(chosen), {variable: ",".join(chosen)}
@@ -118,8 +118,7 @@ def run(options: argparse.Namespace) -> int:
     if options.slurm is not None:
         return _submit(plan, words, kind, options)
     _check_target(plan, words[0], kind)
-    named = {} if options.config is None else {CONFIG_VARIABLE: str(Path(options.config).resolve())}
-    named |= devices
+    named = devices if options.config is None else {CONFIG_VARIABLE: str(Path(options.config).resolve()), **devices}
     if options.dry_run:
         print(plan.text(words, kind=kind, cores=cores_here(), variables=named))  # noqa: T201
         return 0

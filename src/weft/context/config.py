@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from weft.context.settings import SETTINGS, Setting
+from weft.context.settings import SETTINGS, Setting, is_flag, is_text
 from weft.errors import ContextError, listed
 
 
@@ -46,13 +46,9 @@ LAUNCH = MappingProxyType(
         "max_restarts": Setting(lambda v: _is_count(v, 0), "a whole number >= 0", 0, "restarts after a failure"),
         "min_replicas": Setting(_is_count, "a whole number >= 1", None, "replicas without which an elastic job waits"),
         "replica_ranks": Setting(_is_count, "a whole number >= 1", 1, "ranks of each replica of an elastic job"),
-        "events": Setting(
-            lambda v: isinstance(v, str) and v != "", "a path", None, "file for the losses of an elastic job"
-        ),
+        "events": Setting(is_text, "a path", None, "file for the losses of an elastic job"),
         "threads": Setting(_is_count, "a whole number >= 1", None, "CPU threads per process"),
-        "affinity": Setting(
-            lambda v: type(v) is bool, "true or false", default=False, question="keep each process on cores of its own"
-        ),
+        "affinity": Setting(is_flag, "true or false", default=False, question="keep each process on cores of its own"),
     }
 )
 

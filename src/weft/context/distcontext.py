@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.context import shutdown, sub_contexts
-from weft.context.guards import Guarded
+from weft.context import shutdown
+from weft.context.sub_contexts import Divisible
 from weft.engines.probes import ProbeMode
 from weft.errors import ContextError
 from weft.peers.agreement import agree
@@ -62,7 +62,7 @@ class Applied:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistContext(Guarded):
+class DistContext(Divisible):
     """Where a program runs, and which transforms were applied so far.
 
     A context is a value: frozen, comparable, hashable, picklable. It is made by `weft.start`, `weft.adopt`,
@@ -119,56 +119,6 @@ class DistContext(Guarded):
     def mesh(self) -> DeviceMesh | None:
         """Torch's `DeviceMesh` with the axes of this context, over groups that exist; None for one rank."""
         return shutdown.device_mesh(self.world, self.axes, self.device.type)
-
-    def on(self, axis: str | Sequence[str]) -> DistContext:
-        """Return the context of the ranks that differ from this one on `axis` only.
-
-        Changes: nothing. Collectives: none for one axis and for all data axes together, whose groups
-        `start` made. The first call for another combination makes its groups: all ranks make that call.
-
-        Args:
-            axis: A mesh axis, or several, in any order; the result has them in the order of the mesh.
-
-        Raises:
-            ContextError: No such axis; or the ranks ask for different combinations.
-            CollectiveRefused: Groups would have to be made, and this context came from `only`.
-            PeerError: Another rank failed or did not come.
-        """
-        return sub_contexts.along_axes(self, axis)
-
-    def subset(self, ranks: Sequence[int]) -> DistContext:
-        """Return a context with one axis "data" over some of the ranks; every rank of this context has to call it.
-
-        On the other ranks its `rank` is -1, `here` is False and every collective raises.
-
-        Changes: nothing. Collectives: makes one process group.
-
-        Args:
-            ranks: Ranks of this context, without repeats; the result has them in ascending order.
-
-        Raises:
-            CollectiveRefused: This context came from `only`.
-            ContextError: Empty, repeated or unknown ranks.
-            PeerError: Another rank failed or asked for other ranks.
-        """
-        return sub_contexts.of_ranks(self, ranks)
-
-    def only(self, rank: int | str = 0) -> DistContext:
-        """Return a context for code that runs on one rank, on which a collective raises at once.
-
-        `here` of the returned context is True on that rank alone, so that
-        `if (solo := ctx.only(0)).here: report(model, solo)` cannot deadlock: a collective
-        below raises `CollectiveRefused` and names this line.
-
-        Changes: nothing. Collectives: none.
-
-        Args:
-            rank: A rank of this context, or "main", "last", "local_main".
-
-        Raises:
-            ContextError: No such rank.
-        """
-        return sub_contexts.one_rank(self, rank)
 
     def records(self, obj: object) -> tuple[Applied, ...]:
         """The transforms that were applied to `obj`, in order."""

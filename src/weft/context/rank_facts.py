@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from weft.errors import ContextError
 
@@ -92,6 +93,19 @@ class RankFacts:
                 fix=f"weft.start(mesh={{{axis!r}: -1}}), or axis={self.axes[0][0]!r}",
             )
         return sizes[axis]
+
+
+def on_nodes(rank: int, size: int, per_node: int) -> dict[str, Any]:
+    """The facts of a rank where each node, but perhaps the last one, has as many ranks as another."""
+    node, per_node = rank // min(per_node, size), min(per_node, size)
+    return {
+        "rank": rank,
+        "world_size": size,
+        "local_rank": rank % per_node,
+        "local_world_size": min(per_node, size - node * per_node),
+        "node_rank": node,
+        "num_nodes": -(-size // per_node),
+    }
 
 
 def rank_groups(facts: RankFacts, names: Sequence[str]) -> list[list[int]]:

@@ -58,7 +58,13 @@ def _parse_bool(text: str) -> bool:
     return truth[text.strip().lower()]
 
 
-def _is_text(value: Any) -> bool:
+def is_flag(value: Any) -> bool:
+    """Whether this is true or false."""
+    return type(value) is bool
+
+
+def is_text(value: Any) -> bool:
+    """Whether this is a text that says something."""
     return isinstance(value, str) and value != ""
 
 
@@ -111,12 +117,12 @@ SETTINGS = MappingProxyType({
         _is_names, "a list of axis names", None, "axes along which batches differ",
         "WEFT_DATA_AXES", "replica,shard", _parse_names,
     ),
-    "device": Setting(_is_text, 'a device such as "cuda"', None, "device", "WEFT_DEVICE", "cuda:0"),
-    "backend": Setting(_is_text, 'a backend such as "gloo"', None, "backend", "WEFT_BACKEND", "gloo"),
+    "device": Setting(is_text, 'a device such as "cuda"', None, "device", "WEFT_DEVICE", "cuda:0"),
+    "backend": Setting(is_text, 'a backend such as "gloo"', None, "backend", "WEFT_BACKEND", "gloo"),
     "timeout_s": Setting(_is_number, "seconds > 0", 600.0, "seconds until a timeout", "WEFT_TIMEOUT_S", "600", float),
     "seed": Setting(lambda v: type(v) is int, "a whole number >= 0", 0, "seed", "WEFT_SEED", "0", int),
     "debug": Setting(
-        lambda v: type(v) is bool, "true or false", False, "compare collectives between the ranks",  # noqa: FBT003
+        is_flag, "true or false", False, "compare collectives between the ranks",  # noqa: FBT003
         "WEFT_DEBUG", "1", _parse_bool,
     ),
     "probes": Setting(

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -289,12 +289,8 @@ def _release(world: World, *, failed: bool = False) -> None:
     with contextlib.suppress(RuntimeError):  # peers that are gone cannot say goodbye
         aborted = failed and dist.get_backend(group) != "gloo"
         world.abandoned = world.abandoned or aborted
-        destroy = _forget_aborted if aborted else dist.destroy_process_group
+        # The first waits for nothing.
+        destroy: Callable[..., None] = torch_internals.abort_group if aborted else dist.destroy_process_group
         for made in [None] if world.owner else disposable:
             destroy(made)
     forget_groups(is_device_usable=not failed)
-
-
-def _forget_aborted(group: dist.ProcessGroup | None) -> None:
-    """As `destroy_process_group`, for a group that was aborted: waits for nothing."""
-    torch_internals.abort_group(group)

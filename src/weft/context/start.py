@@ -27,7 +27,7 @@ from weft import torch_internals
 from weft.context import shutdown
 from weft.context.config import read_config
 from weft.context.distcontext import DistContext
-from weft.context.rank_facts import rank_groups
+from weft.context.rank_facts import on_nodes, rank_groups
 from weft.context.settings import (
     CONFIG_VARIABLE,
     SETTINGS,
@@ -56,6 +56,7 @@ from weft.peers.world import World
 from weft.version import __version__, newer_torch
 
 _MANY_RANKS = 256  # above, gloo beside another backend connects two ranks when they first need it, not all at once
+_PLACE = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "attempt")
 _made_in: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # a fork has the group of its rank
 _Mesh = tuple[tuple[tuple[str, int], ...], tuple[str, ...]]  # the axes with their sizes, and the names of the data axes
 
@@ -516,7 +517,7 @@ def _adopted_context(
     place = Topology(rank=world.rank, world_size=world.size)
     if pretended is not None:
         _check_pretended(pretended, dict(mesh[0]))
-        place = _place_among(pretended)
+        place = Topology(**on_nodes(pretended.rank(), pretended.size(), pretended.per_node))
     elif world.size > 1:
         board = RankStore(torch_internals.default_store(), limit_s=timeout_s)
         board = board.below(f"weft/adopted/{ranks[0]}-{len(ranks)}")
@@ -547,18 +548,6 @@ def _check_pretended(group: PretendedGroup, mesh: dict[str, int]) -> None:
     group.axes = mesh
 
 
-def _place_among(group: PretendedGroup) -> Topology:
-    size, rank, per_node = group.size(), group.rank(), min(group.per_node, group.size())
-    return Topology(
-        rank=rank,
-        world_size=size,
-        local_rank=rank % per_node,
-        local_world_size=min(per_node, size - rank // per_node * per_node),
-        node_rank=rank // per_node,
-        num_nodes=-(-size // per_node),
-    )
-
-
 def _place_by_hosts(world: World) -> Topology:
     """Local and node ranks from the host names of all ranks; an adopted group knows neither."""
     hosts: list[str] = exchange(world, "adopt", os.uname().nodename if hasattr(os, "uname") else "localhost")
@@ -585,13 +574,7 @@ def _context(
 ) -> DistContext:
     axes, data_axes = mesh
     ctx = DistContext(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
-        node_rank=place.node_rank,
-        num_nodes=place.num_nodes,
-        attempt=place.attempt,
+        **{name: getattr(place, name) for name in _PLACE},
         device=device,
         axes=axes,
         data_axes=data_axes,
@@ -608,16 +591,13 @@ def _context(
         world.holders.add(engine.begin(device, settings.seed))
     if world.group is not None:
         facts = {name: getattr(settings, name) for name in ("seed", "debug", "probes")}
-        ctx.agree("start", {"mesh": dict(axes), "data_axes": list(data_axes), **facts, **_versions()})
-        if not world.pretended:
-            _refuse_steps_after_failure(world)
+        # Ranks of different versions meet in different collectives.
+        versions = {"version of weft": __version__, "version of torch": torch.__version__}
+        ctx.agree("start", {"mesh": dict(axes), "data_axes": list(data_axes), **facts, **versions})
+        if not world.pretended:  # no optimizer, whose ever it is, steps on what an aborted collective left
+            world.holders.add(before_every_step(world, lambda root, _: check_failed(root)))
         _make_axis_groups(ctx)
     return ctx
-
-
-def _refuse_steps_after_failure(world: World) -> None:
-    """Let no optimizer, whose ever it is, step on what an aborted collective left."""
-    world.holders.add(before_every_step(world, lambda root, _: check_failed(root)))
 
 
 def _on_mesh(
@@ -629,11 +609,6 @@ def _on_mesh(
     axes, chosen = mesh_axes(mesh, data_axes, engine.num_devices())
     placed, rank_axes = engine.on_mesh(axes, chosen, world_size)
     return placed, (rank_axes, chosen)
-
-
-def _versions() -> dict[str, str]:
-    """What has to be installed alike on all nodes; ranks of different versions meet in different collectives."""
-    return {"version of weft": __version__, "version of torch": torch.__version__}
 
 
 def _make_axis_groups(ctx: DistContext) -> None:

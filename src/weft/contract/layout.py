@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -163,22 +162,23 @@ def _placed(module: nn.Module) -> dict[str, list[Layout]]:
     """What transforms of the module and of its parts say of each parameter."""
     names = {id(p): name for name, p in module.named_parameters()}
     found: dict[str, list[Layout]] = {}
-    with _one_walk():
-        for part in module.modules():
-            for offer in offered(part, Placed):
-                for own, parameter in part.named_parameters():
-                    layout = offer.layout(own)
-                    if layout is not None:
-                        found.setdefault(names[id(parameter)], []).append(layout)
+    for _, tensor, layout in _offers(module):
+        if id(tensor) in names:
+            found.setdefault(names[id(tensor)], []).append(layout)
     return found
 
 
-@contextlib.contextmanager
-def _one_walk() -> Iterator[None]:
-    """A context in which offers are asked for many parameters: `gradient_axes` is found once for each module."""
+def _offers(module: nn.Module) -> list[tuple[str, torch.Tensor, Layout]]:
+    """What transforms of the module and of its parts say of parameters and buffers, with the names of these."""
     token = _walked.set({})
     try:
-        yield
+        return [
+            (f"{prefix}.{own}" if prefix else own, tensor, layout)
+            for prefix, part in module.named_modules()
+            for offer in offered(part, Placed)
+            for own, tensor in (*part.named_parameters(), *part.named_buffers())
+            if (layout := offer.layout(own)) is not None
+        ]
     finally:
         _walked.reset(token)
 
@@ -218,15 +218,7 @@ def owners(module: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:
         >>> owners(nn.Linear(2, 2))
         {}
     """
-    found: dict[str, tuple[tuple[str, int], ...]] = {}
-    with _one_walk():
-        for prefix, part in module.named_modules():
-            for offer in offered(part, Placed):
-                for own, _ in (*part.named_parameters(), *part.named_buffers()):
-                    layout = offer.layout(own)
-                    if layout is not None and layout.owner:
-                        found[f"{prefix}.{own}" if prefix else own] = layout.owner
-    return found
+    return {name: layout.owner for name, _, layout in _offers(module) if layout.owner}
 
 
 def is_here(owner: Iterable[tuple[str, int]], ctx: DistContext) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from weft.context import DistContext, World
+from weft.context.rank_facts import on_nodes
 from weft.context.settings import mesh_axes
 from weft.engines import TorchEngine
 from weft.errors import ContextError
@@ -55,12 +56,7 @@ def fake(
         )
     axes, data = mesh_axes(mesh, data_axes, world_size)
     return DistContext(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank % per_node,
-        local_world_size=per_node,
-        node_rank=rank // per_node,
-        num_nodes=world_size // per_node,
+        **on_nodes(rank, world_size, per_node),
         device=torch.device("cpu"),
         axes=axes,
         data_axes=data,

@@ -71,15 +71,12 @@ def assert_rehearsed(
     }
     for rank, one in found.items():
         where, (moments, messages, exchange) = f"rank {rank} of {ranks}", real[rank]
-        assert _kinds(one.at_rest) == _kinds(moments[-1].at_rest), (
-            f"{where}, bytes at rest: rehearsed {_kinds(one.at_rest)}, real {_kinds(moments[-1].at_rest)}"
-        )
-        assert _counts(one.messages) == _counts(messages), (
-            f"{where}, messages: rehearsed {_counts(one.messages)}, real {_counts(messages)}"
-        )
-        assert _counts(one.exchange) == _counts(exchange), (
-            f"{where}, messages of an exchange: rehearsed {_counts(one.exchange)}, real {_counts(exchange)}"
-        )
+        for what, said, done in (
+            ("bytes at rest", _kinds(one.at_rest), _kinds(moments[-1].at_rest)),
+            ("messages", _counts(one.messages), _counts(messages)),
+            ("messages of an exchange", _counts(one.exchange), _counts(exchange)),
+        ):
+            assert said == done, f"{where}, {what}: rehearsed {said}, real {done}"
         for rehearsed, then in zip(one.timeline[1:], moments[1:], strict=True):
             now, real_peak = rehearsed.peak.total, then.peak.total
             assert abs(now - real_peak) <= peak * real_peak, (

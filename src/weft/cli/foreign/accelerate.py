@@ -83,10 +83,11 @@ def calls_of(values: Mapping[str, Any]) -> list[str]:
         Calls on `model`, `optimizer`, `loader` and `ctx`; `program` makes lines of them.
     """
     calls: dict[str, str] = {}
-    for key, table in _TABLES.items():
+    for key, (prefix, table) in _TABLES.items():
         given = values.get(key)
-        for call in table(given) if isinstance(given, Mapping) else ():
-            calls.setdefault(_name_of(call), call)
+        if isinstance(given, Mapping):
+            for call in table({str(name).removeprefix(prefix): value for name, value in given.items()}):
+                calls.setdefault(_name_of(call), call)
     steps, precision = values.get("gradient_accumulation_steps"), values.get("mixed_precision")
     if type(steps) is int and steps > 1:
         calls["accumulate_grads"] = f"weft.accumulate_grads(model, loader, ctx, steps={steps})"
@@ -121,9 +122,8 @@ def _name_of(call: str) -> str:
     return call.partition("(")[0].rpartition(".")[2]
 
 
-def _fsdp(values: Mapping[str, Any]) -> list[str]:
+def _fsdp(found: Mapping[str, Any]) -> list[str]:
     """The calls for the configuration of FSDP, version 1 or 2."""
-    found = {str(key).removeprefix("fsdp_"): value for key, value in values.items()}
     strategy = str(found.get("sharding_strategy", found.get("reshard_after_forward", "")))
     if strategy in ("NO_SHARD", "4"):
         return ["weft.replicate(model, ctx)"]
@@ -177,9 +177,8 @@ def _stage_in(file: Path, otherwise: object) -> object:
         return otherwise
 
 
-def _dynamo(values: Mapping[str, Any]) -> list[str]:
+def _dynamo(found: Mapping[str, Any]) -> list[str]:
     """The call for the configuration of torch.compile."""
-    found = {str(key).removeprefix("dynamo_"): value for key, value in values.items()}
     options = [] if not found.get("backend") else [f"backend={str(found['backend']).lower()!r}"]
     options += [f"mode={found['mode']!r}"] if found.get("mode") not in (None, "default") else []
     options += [f"{name}=True" for name in ("fullgraph", "dynamic") if _is_true(found.get(f"use_{name}"))]
@@ -187,9 +186,8 @@ def _dynamo(values: Mapping[str, Any]) -> list[str]:
     return [] if off else [f"weft.compile({', '.join(['model', 'ctx', *options])})"]
 
 
-def _parallelism(values: Mapping[str, Any]) -> list[str]:
+def _parallelism(found: Mapping[str, Any]) -> list[str]:
     """The mesh and the calls for the axes of a `ParallelismConfig`."""
-    found = {str(key).removeprefix("parallelism_config_"): value for key, value in values.items()}
     axes = {"replica": "dp_replicate", "shard": "dp_shard", "context": "cp", "sequence": "sp", "tensor": "tp"}
     sizes = {ours: int(found.get(f"{theirs}_size") or 1) for ours, theirs in axes.items()}
     heads = sizes.pop("sequence")  # Ulysses is context parallelism by heads
@@ -211,9 +209,8 @@ _MEGATRON = MappingProxyType(
 )
 
 
-def _megatron(values: Mapping[str, Any]) -> list[str]:
+def _megatron(found: Mapping[str, Any]) -> list[str]:
     """The mesh and the calls for the configuration of Megatron-LM."""
-    found = {str(key).removeprefix("megatron_lm_"): value for key, value in values.items()}
     given = {_MEGATRON.get(key, key): True if _is_true(value) else value for key, value in found.items()}
     tables, calls, _ = from_megatron(given)
     return [f"weft.start(mesh={tables['start']['mesh']})", *calls]
@@ -223,13 +220,14 @@ def _is_true(value: object) -> bool:
     return str(value).lower() in ("true", "1", "yes")
 
 
-_TABLES: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = MappingProxyType(
+# What the names of a table may begin with, and the calls for the table.
+_TABLES: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], list[str]]]] = MappingProxyType(
     {
-        "fsdp_config": _fsdp,
-        "deepspeed_config": _deepspeed,
-        "dynamo_config": _dynamo,
-        "parallelism_config": _parallelism,
-        "megatron_lm_config": _megatron,
+        "fsdp_config": ("fsdp_", _fsdp),
+        "deepspeed_config": ("", _deepspeed),
+        "dynamo_config": ("dynamo_", _dynamo),
+        "parallelism_config": ("parallelism_config_", _parallelism),
+        "megatron_lm_config": ("megatron_lm_", _megatron),
     }
 )
 
