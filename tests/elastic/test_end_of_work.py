@@ -22,7 +22,7 @@ from tests.processes import listening, until
 from weft.context.config import LAUNCH
 from weft.launching.plan import make_plan
 from weft.launching.replicas.messages import Messages
-from weft.launching.replicas.processes import LocalReplica
+from weft.launching.replicas.processes import Replica
 from weft.launching.replicas.remote_nodes import Nodes
 from weft.launching.replicas.supervise import _Job
 from weft.peers.quorum import Loop
@@ -278,7 +278,7 @@ class _Here:
     number, is_leaving, replicas = 0, False, {}
 
     def start(self, number, attempt):
-        return LocalReplica(number, attempt, self, range(2 * number, 2 * number + 2))
+        return Replica(number, attempt, self, range(2 * number, 2 * number + 2))
 
 
 VALID = [

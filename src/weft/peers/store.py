@@ -222,6 +222,16 @@ class RankStore:
         """
         return self.parsed(key, self.get(key), *names)
 
+    def found(self, key: str, *names: str) -> Any:
+        """As `read`, but None if the key is not there."""
+        text = self._look(key)
+        return None if text is None else self.parsed(key, text, *names)
+
+    def all_found(self, keys: Sequence[str], *names: str) -> list[Any]:
+        """As `found`, for some keys; see `values`."""
+        found = zip(keys, self.values(keys) if keys else (), strict=True)
+        return [None if text is None else self.parsed(key, text, *names) for key, text in found]
+
     def parsed(self, key: str, text: bytes | None, *names: str) -> Any:
         """The JSON value of a key that was found to have this text; as `read`."""
         if text is None:

@@ -7,26 +7,24 @@ Launchers of other nodes start processes for it ([Note: nodes of replicas]).
 
 from __future__ import annotations
 
-import multiprocessing.connection
 import pathlib
 import secrets
 import signal
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
-from weft.environments import Topology
-from weft.launching.failures import PREEMPTED_TEXT, Ending, how_it_ended, last_words
+from weft.errors import ContextError
+from weft.launching.failures import HAS_PREEMPTED, Ending, ended_by, how_it_ended, last_words
 from weft.launching.plan import MEETING_S, Plan
 from weft.launching.replicas.joined_node import JoinedNode
 from weft.launching.replicas.loss_log import Loss, Story, say
 from weft.launching.replicas.messages import Messages
 from weft.launching.replicas.processes import GRACE_S, Ended, LocalNode, Node, Replica
 from weft.launching.replicas.remote_nodes import TURN_S, Nodes
-from weft.peers.connect import is_here, listen_at, not_connected
+from weft.peers.connect import is_here, store_at
 from weft.peers.quorum import Answer, Ask, Loop, Quorums
 from weft.peers.replica_groups import STORE
 from weft.peers.store import RankStore
@@ -77,14 +75,12 @@ def _serve(plan: Plan, host: str, port: int) -> dist.TCPStore | None:
     """The store of the job; None if another launcher serves it."""
     if not (is_here(host) if plan.node_rank is None else plan.node_rank == 0):
         return None
-    fd = listen_at(host, port)
-    limit = timedelta(seconds=30)
+    limit = timedelta(seconds=_ANSWER_S)
     try:
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=fd)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        return store_at(host, port, _ANSWER_S, wait_for_workers=False, timeout=limit)
+    except ContextError:
         if plan.most_nodes == 1 or plan.node_rank == 0:
-            place = Topology(master_addr=host, master_port=port, source="--rdzv")
-            raise not_connected(place, "launch: this node", error, _ANSWER_S) from error
+            raise
         return None  # another launcher on this machine was first
 
 
@@ -96,11 +92,11 @@ class _Job:
     here: LocalNode
     messages: Messages
     nodes: Nodes
-    living: dict[str, Replica[Any]] = field(default_factory=dict)
+    living: dict[str, Replica] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)  # how often each replica was started
     given_up: set[int] = field(default_factory=set)  # replicas that have failed too often
-    finished: dict[str, tuple[Replica[Any], Ended]] = field(default_factory=dict)  # those that have done their work
-    waiting: list[Replica[Any]] = field(default_factory=list)  # lost since, and not started again as the work is done
+    finished: dict[str, tuple[Replica, Ended]] = field(default_factory=dict)  # those that have done their work
+    waiting: list[Replica] = field(default_factory=list)  # lost since, and not started again as the work is done
     preempted: int = 0
     restarts: int = 0
     short_since: float | None = None
@@ -116,7 +112,7 @@ class _Job:
         """Do it until the job has ended."""
         code = 1
         try:
-            for number in self.here.numbers():
+            for number in self.plan.replicas_of(self.here.number):
                 self.start(number, self.here)
             while not self.is_over():
                 self.turn()
@@ -143,11 +139,8 @@ class _Job:
 
     def turn(self) -> None:
         """Wait a moment, or until a process ends; then see what has changed."""
-        sentinels = [one for replica in self.living.values() for one in replica.sentinels]
-        multiprocessing.connection.wait(sentinels, timeout=TURN_S) if sentinels else time.sleep(TURN_S)
+        self.here.wait(TURN_S)
         now = time.monotonic()
-        for replica in self.living.values():
-            replica.look()
         self.read_messages(now)
         self.see_nodes(now)
         for replica in list(self.living.values()):
@@ -170,22 +163,22 @@ class _Job:
         for node, why in self.nodes.lost(now):
             say(f"{node} {why}")
             for replica in [one for one in self.living.values() if one.node is node]:
-                replica.kill()
+                node.kill(replica)
                 self.took_leave(replica, f"its launcher {why}", node.heard)
-            self.given_up.difference_update(self.nodes.numbers_of(node))
+            self.given_up.difference_update(self.plan.replicas_of(node.number))
         for node in self.nodes.placed():
-            numbers = self.nodes.numbers_of(node)
+            numbers = self.plan.replicas_of(node.number)
             say(f"{node} has come, with replicas {', '.join(map(str, numbers))}")
             for number in numbers:
                 self.start(number, node)
 
-    def kill(self, replica: Replica[Any], why: str, since: float) -> None:
+    def kill(self, replica: Replica, why: str, since: float) -> None:
         pids = ", ".join(map(str, replica.pids.values()))
         say(f"replica {replica.number} (process {pids}) {why}, and is killed")
-        replica.kill()
+        replica.node.kill(replica)
         self.took_leave(replica, f"it {why}", since)
 
-    def took_leave(self, replica: Replica[Any], why: str, since: float) -> None:
+    def took_leave(self, replica: Replica, why: str, since: float) -> None:
         """A replica has ended: it is done, or it is started again, or it was one too many."""
         del self.living[replica.name]
         self.here.replicas.pop(replica.name, None)
@@ -197,14 +190,14 @@ class _Job:
         if done:
             self.finished[replica.name] = replica, ended
             return
-        replica.kill()
+        replica.node.kill(replica)
         if ended.code == PREEMPTED:
             self.preempted += not replica.node.is_leaving  # else the job does without that node
             return
         undone = _UNDONE if ended.code == 0 else ""
         self.lose(replica, ended, why or replica.refused or undone, since, was_inside=was_inside)
 
-    def lose(self, replica: Replica[Any], ended: Ended, why: str, since: float, *, was_inside: bool) -> None:
+    def lose(self, replica: Replica, ended: Ended, why: str, since: float, *, was_inside: bool) -> None:
         how, trace = how_it_ended(ended.code), ended.trace
         loss = Loss(replica.number, ended.rank, ended.process, how, why or last_words(trace), time.time())
         text = f"{trace}\nweft launch: {loss._replace(why=why)}".lstrip()
@@ -213,7 +206,7 @@ class _Job:
         self.story.lost(loss, since, was_inside=was_inside)
         self.replace(replica, f"{loss}; {len(self.living)} of {self.most} replicas left")
 
-    def replace(self, replica: Replica[Any], said: str) -> None:
+    def replace(self, replica: Replica, said: str) -> None:
         """Start a replica again that was lost, if that is of use."""
         if replica.node.is_leaving or self.signalled:
             say(said)
@@ -322,7 +315,5 @@ def _ending_of(job: _Job) -> Ending:
     if job.finished and (not job.failed.code or len(job.finished) >= job.quorums.least):
         return Ending()
     if job.preempted and not job.failed.code:
-        return Ending(PREEMPTED, PREEMPTED_TEXT)
-    if job.signalled:
-        return Ending(128 + job.signalled, f"weft launch: ended by {signal.Signals(job.signalled).name}")
-    return job.failed
+        return HAS_PREEMPTED
+    return ended_by(job.signalled) if job.signalled else job.failed
