@@ -265,7 +265,7 @@ def test_a_rank_that_died_is_reported_once_by_its_neighbours(machine, monkeypatc
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = _rank_of(server, 0)
     announce(world)
-    neighbours = liveness.Neighbours(world)
+    neighbours = liveness.Neighbours()
     name = {"this": liveness.machine_id(), "another": "another"}[machine]
     pid = os.fork()
     if pid == 0:
@@ -276,14 +276,14 @@ def test_a_rank_that_died_is_reported_once_by_its_neighbours(machine, monkeypatc
         os._exit(0)
     while not world.store.has("peer/1"):
         time.sleep(0.01)
-    neighbours.report_dead()
+    neighbours.report_dead(world, world.store)
     assert world.store.add("note/count", 0) == 0
     os.kill(pid, 9)
     os.waitpid(pid, 0)
     while not world.store.has("note/1"):
-        neighbours.report_dead()
+        neighbours.report_dead(world, world.store)
         time.sleep(0.01)
-    neighbours.report_dead()
+    neighbours.report_dead(world, world.store)
     assert world.store.add("note/count", 0) == 1
     note = world.store.read("note/1")
     assert note["from"] == note["rank"] == 1 and note["over"] and note["error"].startswith("its process is gone")

@@ -11,7 +11,6 @@ import os
 import pathlib
 import socket
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -132,18 +131,14 @@ class Neighbours:
     Asked while this rank stands still: a few requests for each of them, once.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = weakref.ref(world)
+    def __init__(self) -> None:
         self._far: dict[int, set[int]] | None = None  # ports by rank, of other machines; None: not asked yet
         self._connected: set[int] = set()
 
-    def report_dead(self) -> None:
+    def report_dead(self, world: World, store: RankStore) -> None:
         """Tell all ranks of those that have died."""
-        world = self._world()
-        if world is None or world.store is None:
-            return
-        for rank in [*dead_near(world), *self._cut_off(world, world.store)]:
-            if not world.store.has(f"parted/{rank}") and world.store.add(f"dead/{rank}", 1) == 1:
+        for rank in [*dead_near(world), *self._cut_off(world, store)]:
+            if not store.has(f"parted/{rank}") and store.add(f"dead/{rank}", 1) == 1:
                 _leave_note(world, world.ranks[rank], _GONE, left=True, over=True, of=rank)
 
     def _cut_off(self, world: World, store: RankStore) -> list[int]:

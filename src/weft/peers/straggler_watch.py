@@ -72,7 +72,7 @@ class Watch:
         self._world = weakref.ref(world)
         self._seen: dict[int, _Seen] = {}
         self._asked = 0
-        self._neighbours = Neighbours(world)
+        self._neighbours = Neighbours()
         self._still = _Unchanged()
         self._cpu = _Unchanged()
         self._clock = _clock_of_main_thread()
@@ -100,8 +100,8 @@ class Watch:
         Raises:
             PeerError: It does; the text names the rank and its line.
         """
-        root = self._world()
-        if root is None or root.store is None:
+        root = world.root
+        if root.store is None:
             return
         asked, mine = root.store.add("watch/asked", 1), world.collectives()
         for rank in ranks:
@@ -172,7 +172,7 @@ class Watch:
         if world.failure is not None:  # and what it waits for comes from another rank, which has left by now
             _cut(world, [port for note in world.notes for port in note["ports"]])
             return
-        self._neighbours.report_dead()
+        self._neighbours.report_dead(world, store)
         waited_in = _waited_in(world)
         behind = [
             note

@@ -16,8 +16,9 @@ from typing import Any
 
 from weft.launching.plan import Plan
 from weft.launching.replicas.loss_log import say
-from weft.launching.replicas.messages import Messages
+from weft.launching.replicas.messages import arrived
 from weft.launching.replicas.processes import Replica
+from weft.peers.store import RankStore
 
 TURN_S = 0.01  # between two looks at what launchers and replicas ask
 _SILENT_S = 5.0
@@ -37,13 +38,13 @@ class RemoteNode:
         replicas: That it was ordered to start, by name.
     """
 
-    def __init__(self, found: dict[str, Any], messages: Messages, plan: Plan, now: float) -> None:
+    def __init__(self, found: dict[str, Any], board: RankStore, plan: Plan, now: float) -> None:
         """Begin with what its launcher has said."""
         self.launcher, self.wanted, self.heard = found["launcher"], found["node"], now
         self.number = -1
         self.is_leaving = self.is_gone = self.waits = False
         self.replicas: dict[str, Replica] = {}
-        self._messages, self._plan = messages, plan
+        self._board, self._plan = board, plan
 
     def __str__(self) -> str:
         """For texts."""
@@ -51,7 +52,7 @@ class RemoteNode:
 
     def order(self, **what: Any) -> None:
         """Tell its launcher to do something."""
-        self._messages.order(self.launcher, what)
+        self._board.push(f"order/{self.launcher}", what)
 
     def start(self, number: int, attempt: int) -> Replica:
         """Start the processes of a replica."""
@@ -84,9 +85,9 @@ class RemoteNode:
 class Nodes:
     """The other nodes of a job."""
 
-    def __init__(self, plan: Plan, messages: Messages, job: str) -> None:
+    def __init__(self, plan: Plan, board: RankStore, job: str) -> None:
         self._known: dict[str, RemoteNode] = {}  # by the name of the launcher, in the order in which they came
-        self._plan, self._messages, self._job = plan, messages, job
+        self._plan, self._board, self._job = plan, board, job
 
     @property
     def there(self) -> list[RemoteNode]:
@@ -103,7 +104,7 @@ class Nodes:
         name = found["launcher"]
         known = self._known.get(name)
         if known is None:
-            known = RemoteNode(found, self._messages, self._plan, now)
+            known = RemoteNode(found, self._board, self._plan, now)
             refused = self._refusal(found)
             if refused:
                 say(f"refused: the launcher {name}: {refused}")
@@ -164,7 +165,7 @@ class Nodes:
             list(self.lost(now))
             if not self._known:
                 return
-            for kind, found in self._messages.arrived():
+            for kind, found in arrived(self._board):
                 if kind == "node":
                     self.hear(found, now)
             time.sleep(TURN_S)

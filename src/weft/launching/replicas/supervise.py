@@ -21,7 +21,7 @@ from weft.launching.failures import HAS_PREEMPTED, Ending, ended_by, how_it_ende
 from weft.launching.plan import MEETING_S, Plan
 from weft.launching.replicas.joined_node import JoinedNode
 from weft.launching.replicas.loss_log import Loss, Story, say
-from weft.launching.replicas.messages import Messages
+from weft.launching.replicas.messages import arrived
 from weft.launching.replicas.processes import GRACE_S, Ended, LocalNode, Node, Replica
 from weft.launching.replicas.remote_nodes import TURN_S, Nodes
 from weft.peers.connect import is_here, store_at
@@ -60,8 +60,8 @@ def supervise_replicas(plan: Plan, here: LocalNode, secret: str) -> Ending:
         job = JoinedNode(plan, here, host, int(port), secret)
     else:
         here.joins(name := secrets.token_hex(8), host, store.port)
-        messages = Messages(RankStore(store, limit_s=_ANSWER_S, secret=secret).below(STORE), plan.replica_ranks)
-        job = _Job(plan, here, messages, Nodes(plan, messages, name))
+        board = RankStore(store, limit_s=_ANSWER_S, secret=secret).below(STORE)
+        job = _Job(plan, here, board, Nodes(plan, board, name))
     for number in _PASSED_ON:
         signal.signal(number, job.pass_on)
     try:
@@ -90,7 +90,7 @@ class _Job:
 
     plan: Plan
     here: LocalNode
-    messages: Messages
+    board: RankStore
     nodes: Nodes
     living: dict[str, Replica] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)  # how often each replica was started
@@ -235,7 +235,7 @@ class _Job:
     # -- quorums ---------------------------------------------------------------------------------
 
     def read_messages(self, now: float) -> None:
-        for kind, found in self.messages.arrived():
+        for kind, found in arrived(self.board):
             if kind == "node":
                 self.nodes.hear(found, now)
             elif kind == "ask":
@@ -252,11 +252,15 @@ class _Job:
         refused = self.quorums.ask(name, ask, now)
         if refused:
             say(f"refused: {refused}")
-            self.messages.answer(name, Answer(refused=refused)._asdict())
+            self.answer(name, Answer(refused=refused))
             if name in self.living:
                 self.living[name].refused = refused
         else:
             self.living[name].was_inside |= not ask.fresh
+
+    def answer(self, name: str, found: Answer) -> None:
+        for rank in range(self.plan.replica_ranks):
+            self.board.push(f"answer/{name}/{rank}", found._asdict())
 
     def decide(self, now: float) -> None:
         if self.waits_for_nodes:
@@ -265,14 +269,14 @@ class _Job:
         found = self.quorums.next(now)
         if found is None:
             if self.quorums.calls:
-                self.messages.tell("called", number)
+                self.board.set(f"called/{number}", "1")
             if self.quorums.is_broken:
-                self.messages.tell("broken", number)
+                self.board.set(f"broken/{number}", "1")
             return
         new = sorted(self.living[name].number for name in set(found.members) - before)
         found = found._replace(lost=self.story.continues(found, new, now))
         for name in found.members:
-            self.messages.answer(name, found._asdict())
+            self.answer(name, found)
             self.living[name].was_inside = True
 
     # -- the end ---------------------------------------------------------------------------------
