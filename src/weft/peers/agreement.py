@@ -43,7 +43,7 @@ def agree(world: World, what: str, facts: Mapping[str, object] | None = None, *,
         PeerError: A rank failed, died, or did not come within `world.timeout_s`.
         ContextError: The ranks came for different things, or with different facts.
     """
-    entries = differing(world, what, {"call": what, **(facts or {})})
+    entries = differing(world, what, facts or {})
     if entries is not None:
         compare(what, entries, fix=fix)
 
@@ -218,9 +218,7 @@ def compare_values(world: World, what: str, mine: str) -> None:
     Raises:
         ContextError: The descriptions differ.
     """
-    entries = differing(world, what, {"value": mine})
-    if entries is not None:
-        compare(what, entries)
+    agree(world, what, {"value": mine})
 
 
 def disagree(world: World, error: BaseException) -> None:
