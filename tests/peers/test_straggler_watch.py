@@ -53,7 +53,7 @@ def _still_waits(ctx):
     """Gave up because of one rank, and still waits: for another one, which has left since."""
     world, watch = ctx.world, ctx.world.watch
     watch.release()
-    watch._notes = [{"ports": [1111]}, {"ports": [2222]}]
+    world.notes = [{"ports": [1111]}, {"ports": [2222]}]
     world.failure = (1, "left the job")
     cuts = []
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +62,7 @@ def _still_waits(ctx):
             straggler_watch, "cut", lambda which: cuts.append([which(5, port) for port in (1111, 2222, 3333)])
         )
         watch._look(world, world.store, "a backward pass")
-    world.failure = None
+    world.failure, world.notes = None, []
     return cuts
 
 
