@@ -21,8 +21,7 @@ from tests.fix_lines.told import told
 from tests.processes import listening, until
 from weft.context.config import LAUNCH
 from weft.launching.plan import make_plan
-from weft.launching.replicas.messages import LauncherMessages
-from weft.launching.replicas.processes import LocalReplica
+from weft.launching.replicas.processes import Replica
 from weft.launching.replicas.remote_nodes import Nodes
 from weft.launching.replicas.supervise import _ElasticJob
 from weft.peers.quorum import LoopPosition
@@ -278,7 +277,7 @@ class _Here:
     number, is_leaving, replicas = 0, False, {}
 
     def start(self, number, attempt):
-        return LocalReplica(number, attempt, self, range(2 * number, 2 * number + 2))
+        return Replica(number, attempt, self, range(2 * number, 2 * number + 2))
 
 
 VALID = [
@@ -326,8 +325,7 @@ def test_no_message_is_too_strange_for_the_launcher(seed, capfd):
     chance, board = random.Random(seed), RankStore(dist.HashStore(), limit_s=5, secret="a")
     given = {"nproc": 4, "nnodes": "1:2", "rdzv": "127.0.0.1:1234", "min_replicas": 1, "replica_ranks": 2}
     plan = make_plan({name: given.get(name) for name in LAUNCH}, None, cores=1, omp_num_threads=None)
-    messages = LauncherMessages(board, 2)
-    job = _ElasticJob(plan, _Here(), messages, Nodes(plan, messages, "job"))
+    job = _ElasticJob(plan, _Here(), board, Nodes(plan, board, "job"))
     for number in range(2):
         job.start(number, job.here)
     for _ in range(600):
@@ -338,5 +336,5 @@ def test_no_message_is_too_strange_for_the_launcher(seed, capfd):
         job.look_for_early(now)
         job.decide(now)
         assert board.pop("asks") is None
-    messages.order("a-1", {"wait": True})
+    board.push("order/a-1", {"wait": True})
     assert "has come, with replicas 2, 3" in capfd.readouterr().err, "a valid message was heard"

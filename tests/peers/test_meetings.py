@@ -2,8 +2,10 @@
 
 import collections
 import concurrent.futures
+import math
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -46,7 +48,10 @@ def _counts(patch):
 def _in_threads(n, work, **options):
     """What `work(world)` returns or raises on each of n ranks, which are threads of this process."""
     store, ranks = dist.HashStore(), tuple(range(n))
-    worlds = [World(ranks=ranks, rank=rank, store=RankStore(store, limit_s=5), notes=[], **options) for rank in ranks]
+    watch = types.SimpleNamespace(patience_s=math.inf)  # it alone reads what ranks that leave have said
+    worlds = [
+        World(ranks=ranks, rank=rank, store=RankStore(store, limit_s=5), watch=watch, **options) for rank in ranks
+    ]
     for world in worlds:
         announce(world)
     with concurrent.futures.ThreadPoolExecutor(n) as threads:

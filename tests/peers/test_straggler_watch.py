@@ -53,7 +53,7 @@ def _still_waits(ctx):
     """Gave up because of one rank, and still waits: for another one, which has left since."""
     world, watch = ctx.world, ctx.world.watch
     watch.release()
-    watch._notes = [{"ports": [1111]}, {"ports": [2222]}]
+    world.notes = [{"ports": [1111]}, {"ports": [2222]}]
     world.failure = (1, "left the job")
     cuts = []
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +62,7 @@ def _still_waits(ctx):
             straggler_watch, "cut", lambda which: cuts.append([which(5, port) for port in (1111, 2222, 3333)])
         )
         watch._look(world, world.store, "a backward pass")
-    world.failure = None
+    world.failure, world.notes = None, []
     return cuts
 
 
@@ -265,7 +265,7 @@ def test_a_rank_that_died_is_reported_once_by_its_neighbours(machine, monkeypatc
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = _rank_of(server, 0)
     announce(world)
-    neighbours = liveness.Neighbours(world)
+    neighbours = liveness.Neighbours()
     name = {"this": liveness.machine_id(), "another": "another"}[machine]
     pid = os.fork()
     if pid == 0:
@@ -276,14 +276,14 @@ def test_a_rank_that_died_is_reported_once_by_its_neighbours(machine, monkeypatc
         os._exit(0)
     while not world.store.has("peer/1"):
         time.sleep(0.01)
-    neighbours.report_dead()
+    neighbours.report_dead(world, world.store)
     assert world.store.add("note/count", 0) == 0
     os.kill(pid, 9)
     os.waitpid(pid, 0)
     while not world.store.has("note/1"):
-        neighbours.report_dead()
+        neighbours.report_dead(world, world.store)
         time.sleep(0.01)
-    neighbours.report_dead()
+    neighbours.report_dead(world, world.store)
     assert world.store.add("note/count", 0) == 1
     note = world.store.read("note/1")
     assert note["from"] == note["rank"] == 1 and note["over"] and note["error"].startswith("its process is gone")

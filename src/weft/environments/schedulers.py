@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weft.environments.facts import EnvironmentFacts, port_of
-from weft.environments.hosts import first_host, main_host, tasks_per_node
+from weft.environments.hosts import main_host, tasks_per_node
 from weft.environments.topology import Topology
 from weft.errors import ContextError
 
@@ -114,7 +114,6 @@ def read_slurm(facts: EnvironmentFacts) -> Topology:
     """Everything from SLURM: ranks, nodes, the first host, and a port from the number of the job."""
     rank = facts.required("SLURM_PROCID", beside="SLURM_NTASKS")
     world_size = facts.required(*_TASKS, beside="SLURM_PROCID")
-    nodelist = facts.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     num_nodes = facts.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
     node_rank = facts.number("SLURM_NODEID") or 0
     per_node = tasks_per_node(facts.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") or "")
@@ -129,7 +128,7 @@ def read_slurm(facts: EnvironmentFacts) -> Topology:
         local_world_size=local_world_size,
         node_rank=node_rank,
         num_nodes=num_nodes,
-        master_addr=facts.text("MASTER_ADDR") or (first_host(nodelist) if nodelist else "127.0.0.1"),
+        master_addr=facts.text("MASTER_ADDR") or main_host(facts, num_nodes) or "127.0.0.1",
         master_port=port_of(facts),
         source="slurm",
     )

@@ -33,13 +33,12 @@ from torch.distributed.launcher.api import elastic_launch
 from typing_extensions import override
 
 from weft import torch_internals
-from weft.environments import Topology
 from weft.errors import ContextError
-from weft.launching.failures import PREEMPTED_TEXT, Ending, earlier_tracebacks, first_failure
+from weft.launching.failures import HAS_PREEMPTED, Ending, earlier_tracebacks, ended_by, first_failure
 from weft.launching.plan import LaunchPlan
 from weft.launching.rank_main import ROUND
-from weft.peers.connect import interface_to, is_here, listen_at, not_connected, store_of_launcher
-from weft.peers.world import PREEMPTED, SAME_SIGNAL_S
+from weft.peers.connect import interface_to, is_here, store_at, store_of_launcher
+from weft.peers.world import SAME_SIGNAL_S
 
 _BACKEND, _STATIC = "weft-c10d", "weft-static"
 _READ_S = 60  # as torch has it
@@ -84,10 +83,8 @@ def supervise(plan: LaunchPlan, target: Callable[..., None] | str, *arguments: A
         left = started[-1].left if started and plan.most_nodes == 1 else {}  # none of other programs
         ending = first_failure(error, folder, attempt=plan.max_restarts, left=left)
     except SignalException as error:
-        if len(list(folder.glob("*.preempted"))) >= plan.nproc:
-            ending = Ending(PREEMPTED, PREEMPTED_TEXT)
-        else:
-            ending = Ending(128 + error.sigval, f"weft launch: ended by {error.sigval.name}")
+        have_saved = len(list(folder.glob("*.preempted"))) >= plan.nproc
+        ending = HAS_PREEMPTED if have_saved else ended_by(error.sigval)
     except RendezvousError as error:
         text = f"weft launch: the nodes did not meet at {plan.rdzv}: {error.__cause__ or error}"
         ending = Ending(1, f"{text}\n  fix:      weft doctor --rdzv {plan.rdzv}, on each node")
@@ -175,20 +172,6 @@ def _own_ranks(started: list[_RankProcesses]) -> Iterator[None]:
                 signal.signal(each, signal.SIG_IGN)  # nothing is left to end but this process, which has an exit code
 
 
-def _store_at(address: str, port: int, *, serves: bool, **more: Any) -> dist.TCPStore:
-    """A store at this address alone, or a connection to it.
-
-    Raises:
-        ContextError: Another program has the port.
-    """
-    fd = listen_at(address, port) if serves else None
-    try:
-        return dist.TCPStore(address, port, is_master=serves, multi_tenant=True, master_listen_fd=fd, **more)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        place = Topology(master_addr=address, master_port=port, source="--rdzv")
-        raise not_connected(place, "launch: this node", error, _READ_S) from error
-
-
 def _static_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
     """Torch's rendezvous of nodes that have ranks."""
     handler: Any = create_rdzv_handler(parameters)
@@ -200,7 +183,7 @@ def _static_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
             if not serves:
                 store_of_launcher(*at, _READ_S)  # the other one waits for all nodes
             limits = {"world_size": handler.world_size, "timeout": handler.timeout}
-            torch_internals.RANKS_STORE.set(handler, _store_at(*at, serves=serves, **limits))
+            torch_internals.RANKS_STORE.set(handler, store_at(*at, _READ_S, serves=serves, **limits))
         return meet()  # type: ignore[no-any-return]
 
     handler.next_rendezvous = next_rendezvous
@@ -222,7 +205,7 @@ def _rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
 
     if not alone:
         handler.next_rendezvous = next_rendezvous
-    torch_internals.RANKS_SERVE.set(handler, partial(_store_at, serves=True))  # for the ranks
+    torch_internals.RANKS_SERVE.set(handler, partial(store_at, limit_s=_READ_S))  # for the ranks
     # torch compares it with what was asked for.
     handler.get_backend = lambda: _BACKEND
     return handler  # type: ignore[no-any-return]
@@ -231,8 +214,7 @@ def _rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
 def _store_of_nodes(host: str, port: str) -> dist.TCPStore:
     """Where the launchers of several nodes meet."""
     # torch compares names to find out which node serves the store; a machine may have more addresses than names.
-    limit, serves = timedelta(seconds=_READ_S), is_here(host)
-    if serves:
+    if is_here(host):
         with contextlib.suppress(ContextError):  # another launcher on this machine was first
-            return _store_at(host, int(port), serves=True, timeout=limit)
+            return store_at(host, int(port), _READ_S, timeout=timedelta(seconds=_READ_S))
     return store_of_launcher(host, int(port), _READ_S)

@@ -24,7 +24,6 @@ from weft.environments import Topology
 from weft.errors import PeerError
 from weft.peers.world import PREEMPTED
 
-PREEMPTED_TEXT = "weft launch: the job was asked to end and has ended; start it again to resume"
 _MOST_EARLIER = 3  # tracebacks of attempts before the last one
 
 
@@ -42,6 +41,14 @@ class Ending(NamedTuple):
     text: str = ""
     rank: int = -1
     trace: str = ""
+
+
+HAS_PREEMPTED = Ending(PREEMPTED, "weft launch: the job was asked to end and has ended; start it again to resume")
+
+
+def ended_by(number: int) -> Ending:
+    """The end of a launcher that has got a signal."""
+    return Ending(128 + number, f"weft launch: ended by {signal.Signals(number).name}")
 
 
 def write_report(folder: Path, place: Topology, error: Exception, starters: frozenset[str]) -> None:
@@ -89,7 +96,7 @@ def first_failure(
     reports = _reports(folder, attempt)
     code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     if code == PREEMPTED and not reports:
-        return Ending(code, PREEMPTED_TEXT, rank)
+        return HAS_PREEMPTED._replace(rank=rank)
     silent = all(report["rank"] != rank for report in reports)
     ended = f"weft launch: rank {rank} (process {failure.pid}) ended {exit_in_words(failure.exitcode)}"
     if not reports or (silent and reports[0]["echo"]):

@@ -104,6 +104,15 @@ class LaunchPlan(NamedTuple):
         found |= {**named, "LOCAL_RANK": local_rank, "OMP_NUM_THREADS": self.threads}
         return {name: str(value) for name, value in found.items()}
 
+    def replicas_of(self, node: int) -> range:
+        """The numbers of the replicas of a node."""
+        each = self.nproc // self.replica_ranks
+        return range(node * each, (node + 1) * each)
+
+    def ranks_of(self, replica: int) -> range:
+        """The ranks of a replica."""
+        return range(replica * self.replica_ranks, (replica + 1) * self.replica_ranks)
+
     def nodes(self, between: str) -> str:
         """The number of nodes, or the least and the most."""
         most = f"{between}{self.most_nodes}" if self.least_nodes != self.most_nodes else ""

@@ -185,13 +185,10 @@ class Health:
         dense = [grad for grad in grads if not grad.is_sparse and grad.numel()]
         largest = list(torch_internals.foreach_norm(dense, math.inf)) if dense else []
         largest += [grad.coalesce().values().norm(math.inf) for grad in grads if grad.is_sparse]
-        device, is_tensor = self._ctx.device, isinstance(loss, torch.Tensor)
+        device = self._ctx.device
         wide = torch.float32 if device.type == "mps" else torch.float64
-        numbers = [loss.detach().reshape(()), *largest] if isinstance(loss, torch.Tensor) else largest
-        if not numbers:
-            return float(loss), True
-        first, *norms = torch.stack([each.to(device, wide) for each in numbers]).tolist()
-        value, norms = (first, norms) if is_tensor else (float(loss), [first, *norms])
+        numbers = [torch.as_tensor(loss, dtype=wide).detach().reshape(()), *largest]
+        value, *norms = torch.stack([each.to(device, wide) for each in numbers]).tolist()
         return value, all(map(math.isfinite, norms))
 
     def _parameters(self) -> dict[str, nn.Parameter]:

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from weft.checks import as_number
 from weft.context import DistContext, explain
 from weft.monitoring.log import log
-from weft.monitoring.values import HParams, Tracker
+from weft.monitoring.values import HParams, Tracker, plain
 from weft.version import __version__
 
 
@@ -56,10 +55,7 @@ def log_start(
         0 ['explain', 'program', 'settings']
     """
     program = json.dumps(_program(ctx, steps, settings or {}), default=str) if ctx.is_main else ""
-    plain = {
-        name: str(value) if (number := as_number(value)) is None else number for name, value in (settings or {}).items()
-    }
-    configuration = {"settings": HParams(plain)} if plain else {}
+    configuration = {"settings": HParams({n: plain(value) for n, value in settings.items()})} if settings else {}
     log({**configuration, "explain": explain(ctx), "program": program}, step, ctx, trackers)
 
 

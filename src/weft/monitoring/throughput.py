@@ -181,22 +181,23 @@ class Throughput:
         names = sorted(self._spent)
         rows = self._rows(names)
         self._reset()
-        sums = dict(zip(_COUNTS, (math.fsum(column) for column in zip(*rows, strict=True)), strict=False))
-        world, steps = len(rows), rows[0][_COUNTS.index("steps")]
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        counts = dict(zip(_COUNTS, columns, strict=False))
+        sums = {name: math.fsum(column) for name, column in counts.items()}
+        steps, elapsed = counts["steps"][0], max(counts["elapsed"])
         if not steps:
             return {}
-        elapsed = max(row[_COUNTS.index("elapsed")] for row in rows)
         found = {}
         for name in ("samples", "tokens", "flops"):
             if sums[name]:
                 found[f"{name}_per_s"] = sums[name] / elapsed if elapsed else math.inf
-        if sums["flops"] and elapsed and all(row[_COUNTS.index("peak")] for row in rows):
+        if sums["flops"] and elapsed and all(counts["peak"]):
             found["mfu"] = sums["flops"] / elapsed / sums["peak"]
         found["step_s"] = elapsed / steps
-        spent = [math.fsum(row[len(_COUNTS) + i] for row in rows) / world for i in range(len(names))]
-        found["data_share"] = world * spent[names.index("data")] / sums["elapsed"] if sums["elapsed"] else 0.0
-        found |= {f"step_s/{name}": seconds / steps for name, seconds in zip(names, spent, strict=True)}
-        return found | _memory([row[_COUNTS.index("memory")] for row in rows])
+        spent = dict(zip(names, map(math.fsum, columns[len(_COUNTS) :]), strict=False))
+        found["data_share"] = spent["data"] / sums["elapsed"] if sums["elapsed"] else 0.0
+        found |= {f"step_s/{name}": seconds / len(rows) / steps for name, seconds in spent.items()}
+        return found | _memory(counts["memory"])
 
     def _rows(self, names: list[str]) -> list[list[float]]:
         """What each rank brings, in the order of `_COUNTS`, and then its parts."""

@@ -97,6 +97,12 @@ def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(number) for name, number in numbers.items() if number is not None}
 
 
+def plain(value: object) -> bool | int | float | str:
+    """What JSON can hold of a setting, or of a field of a table: a number of Python, numpy or torch, else a text."""
+    number = as_number(value)
+    return str(value) if number is None else number
+
+
 def numbers_to_average(what: str, values: Mapping[str, Any]) -> dict[str, float]:
     """The numbers among values of which `what` makes means.
 

@@ -20,7 +20,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.errors import ContextError, PeerError, listed
-from weft.peers.liveness import SLICE_S, dead_on_this_machine, find_culprit, peer_error, rank_to_blame
+from weft.peers.liveness import (
+    SLICE_S,
+    dead_on_this_machine,
+    find_culprit,
+    peer_error,
+    rank_to_blame,
+    read_notes,
+)
 from weft.peers.store import RankStore, StoreLost
 from weft.peers.world import Watcher, World
 
@@ -43,7 +50,7 @@ def agree(world: World, what: str, facts: Mapping[str, object] | None = None, *,
         PeerError: A rank failed, died, or did not come within `world.timeout_s`.
         ContextError: The ranks came for different things, or with different facts.
     """
-    entries = differing_facts(world, what, {"call": what, **(facts or {})})
+    entries = differing_facts(world, what, facts or {})
     if entries is not None:
         compare(what, entries, fix=fix)
 
@@ -161,9 +168,9 @@ def _at(rank: int) -> str:
 def _joined(world: World, store: RankStore, number: int, to: int | None) -> dict[str, Any]:
     """What all ranks have brought to a meeting: each different value once, with the first and last of the ranks."""
     runs: dict[str, list[list[int]]] = {}
-    for rank, text in enumerate(store.values([_at(rank) for rank in range(world.size)])):
-        entry = store.parsed(_at(rank), text, "number", "kind", "what", "value")
-        same = runs.setdefault(json.dumps({name: entry[name] for name in ("kind", "what", "value")}), [])
+    names = ("kind", "what", "value")
+    for rank, entry in enumerate(store.all_found([_at(rank) for rank in range(world.size)], "number", *names)):
+        same = runs.setdefault(json.dumps({name: entry[name] for name in names}), [])
         if same and same[-1][1] == rank - 1:
             same[-1][1] = rank
         else:
@@ -178,12 +185,9 @@ def _joined(world: World, store: RankStore, number: int, to: int | None) -> dict
 def absentees(world: World) -> list[int]:
     """The other ranks that have not come to the meeting that this one is in."""
     assert world.store is not None
-    missing: list[int] = []
-    for rank, text in enumerate(world.store.values([_at(rank) for rank in range(world.size)])):
-        number = 0 if text is None else world.store.parsed(_at(rank), text, "number")["number"]
-        if rank != world.rank and number < world.meetings:
-            missing.append(rank)
-    return missing
+    found = world.store.all_found([_at(rank) for rank in range(world.size)], "number")
+    came = [entry is not None and entry["number"] >= world.meetings for entry in found]
+    return [rank for rank, has_come in enumerate(came) if rank != world.rank and not has_come]
 
 
 @contextlib.contextmanager
@@ -221,9 +225,7 @@ def compare_values(world: World, what: str, mine: str) -> None:
     Raises:
         ContextError: The descriptions differ.
     """
-    entries = differing_facts(world, what, {"value": mine})
-    if entries is not None:
-        compare(what, entries)
+    agree(world, what, {"value": mine})
 
 
 def disagree(world: World, error: BaseException) -> None:
@@ -279,7 +281,9 @@ def _blamed(world: World, what: str, absent: Callable[[], Sequence[int]]) -> Pee
     root = world.root
     places = {member: rank for rank, member in enumerate(world.members()) if rank != world.rank}
     index = {rank: member for member, rank in enumerate(root.ranks)}
-    left = [note for note in _notes(root) if note["left"]]
+    if root.watch is None:
+        read_notes(root)
+    left = [note for note in root.notes if note["left"]]
     suspects = (
         {note["from"] for note in left}
         | {index.get(note["rank"], -1) for note in left}
@@ -295,15 +299,6 @@ def _blamed(world: World, what: str, absent: Callable[[], Sequence[int]]) -> Pee
         names = {world.ranks[rank] for rank in guilty}
         blamed = next(((note["rank"], note["error"]) for note in left if note["rank"] in names), None)
     return None if blamed is None else peer_error(what, *blamed)
-
-
-def _notes(root: World) -> list[dict[str, Any]]:
-    """What the ranks have said that left or failed."""
-    if root.notes is not None or root.store is None:
-        return root.notes or []
-    keys = [f"note/{number}" for number in range(1, root.store.add("note/count", 0) + 1)]
-    found = zip(keys, root.store.values(keys) if keys else (), strict=True)
-    return [root.store.parsed(key, text, "from", "rank", "error", "left") for key, text in found if text is not None]
 
 
 def _asked(

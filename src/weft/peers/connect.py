@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -185,7 +186,7 @@ def open_store(place: Topology, limit_s: float, *, serves: bool, who: str = "") 
             thread.join(limit_s + _GRACE_S)
     if made:
         return made[0]
-    raise not_connected(place, who, failed[0] if failed else None, limit_s if answered.is_set() else answer_s)
+    raise _not_connected(place, who, failed[0] if failed else None, limit_s if answered.is_set() else answer_s)
 
 
 def store_of_launcher(host: str, port: int, limit_s: float) -> dist.TCPStore:
@@ -198,7 +199,28 @@ def store_of_launcher(host: str, port: int, limit_s: float) -> dist.TCPStore:
     return open_store(place, limit_s, serves=False, who="launch: this node")
 
 
-def not_connected(place: Topology, who: str, error: Exception | None, waited_s: float) -> ContextError:
+def store_at(host: str, port: int, limit_s: float, *, serves: bool = True, **more: Any) -> dist.TCPStore:
+    """A store of a launcher: one that listens at this address alone, or a connection to it.
+
+    Args:
+        host: Name or number of the address.
+        port: Its port; 0 for a free one.
+        limit_s: How long the launchers have to meet there, for the text.
+        serves: Whether this process serves it.
+        more: Options of torch's store.
+
+    Raises:
+        ContextError: Another program has the port.
+    """
+    fd = listen_at(host, port) if serves else None
+    try:
+        return dist.TCPStore(host, port, is_master=serves, multi_tenant=True, master_listen_fd=fd, **more)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        place = Topology(master_addr=host, master_port=port, source="--rdzv")
+        raise _not_connected(place, "launch: this node", error, limit_s) from error
+
+
+def _not_connected(place: Topology, who: str, error: Exception | None, waited_s: float) -> ContextError:
     """What to raise if there is no store of a job at an address: with an error of torch, or none if nothing answers."""
     held = error is None or "EADDRINUSE" in str(error)
     said = f"something listens there and has said nothing for {waited_s:g} s" if error is None else str(error)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import pathlib
 import socket
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,11 +59,8 @@ def announce(world: World) -> None:
 
 def find_absent_rank(world: World) -> tuple[int, str] | None:
     """Find a rank that has already reported to the next meeting that it will not come, and why."""
-    key = f"meet/{world.meetings + 1}/done"
-    text = None if world.store is None else world.store.wait_for(key, 0)
-    if world.store is None or text is None:
-        return None
-    failed = world.store.parsed(key, text, "failed")["failed"]
+    done = None if world.store is None else world.store.found(f"meet/{world.meetings + 1}/done", "failed")
+    failed = None if done is None else done["failed"]
     return None if failed is None else (failed["rank"], failed["text"])
 
 
@@ -90,10 +87,10 @@ def find_late_rank(world: World, what: str) -> tuple[int, str] | None:
 
 def _is_missing(store: RankStore, member: int, mine: Mapping[str, int]) -> bool:
     """Whether a rank of the root that has not left has begun fewer collectives, or does not say how many."""
-    at = f"watch/at/{member}"
-    return not store.has(f"parted/{member}") and (
-        not store.has(at) or is_behind(store.read(at, "collectives")["collectives"], mine)
-    )
+    if store.has(f"parted/{member}"):
+        return False
+    theirs = store.found(f"watch/at/{member}", "collectives")
+    return theirs is None or is_behind(theirs["collectives"], mine)
 
 
 def is_behind(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
@@ -116,18 +113,19 @@ def find_culprit(world: World, ranks: Sequence[int] | None = None) -> tuple[int,
     store = root.store
     if store is None or root.failure is not None:
         return root.failure
+    dead = dead_on_this_machine(root)
     left: tuple[int, str] | None = None
     for rank in range(root.size) if ranks is None else [members[each] for each in ranks]:
         if rank == root.rank:
             continue
-        if store.has(f"parted/{rank}"):
-            note = store.read(f"parted/{rank}", "rank", "error", "collectives")
-            if note["error"] is not None:
-                return note["rank"], note["error"]
-            is_missed = ranks is not None or (rank in members and is_behind(note["collectives"], root.collectives()))
-            left = left or ((root.ranks[rank], _LEFT) if is_missed else None)
-        elif _is_dead(store, rank):
-            return root.ranks[rank], _GONE
+        note = store.found(f"parted/{rank}", "rank", "error", "collectives")
+        if note is None:
+            if rank in dead:
+                return root.ranks[rank], _GONE
+        elif note["error"] is not None:
+            return note["rank"], note["error"]
+        elif ranks is not None or (rank in members and is_behind(note["collectives"], root.collectives())):
+            left = left or (root.ranks[rank], _LEFT)
     return left
 
 
@@ -138,28 +136,23 @@ class Neighbours:
     Asked while this rank stands still: a few requests for each of them, once.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = weakref.ref(world)
+    def __init__(self) -> None:
         self._far: dict[int, set[int]] | None = None  # ports by rank, of other machines; None: not asked yet
         self._connected: set[int] = set()
 
-    def report_dead(self) -> None:
+    def report_dead(self, world: World, store: RankStore) -> None:
         """Tell all ranks of those that have died."""
-        world = self._world()
-        if world is None or world.store is None:
-            return
-        for rank in [*dead_on_this_machine(world), *self._cut_off(world, world.store)]:
-            if not world.store.has(f"parted/{rank}") and world.store.add(f"dead/{rank}", 1) == 1:
+        for rank in [*dead_on_this_machine(world), *self._cut_off(world, store)]:
+            if not store.has(f"parted/{rank}") and store.add(f"dead/{rank}", 1) == 1:
                 _leave_note(world, world.ranks[rank], _GONE, left=True, over=True, of=rank)
 
     def _cut_off(self, world: World, store: RankStore) -> list[int]:
         """Ranks of other machines whose connections to the store, which lives in this process, are closed."""
         if self._far is None:
             keys = [f"peer/{rank}" for rank in range(world.size)] if store.port in listening_ports() else []
-            texts = store.values(keys) if keys else []
-            if None in texts:
+            found = store.all_found(keys, "machine", "ports")
+            if None in found:
                 return []
-            found = [store.parsed(key, text, "machine", "ports") for key, text in zip(keys, texts, strict=True)]
             mine = machine_id()
             self._far = {rank: set(peer["ports"]) for rank, peer in enumerate(found) if peer["machine"] != mine}
         if not self._far:
@@ -226,6 +219,16 @@ def _leave_note(world: World, blamed: int, text: str, *, left: bool, over: bool,
     world.store.write(f"note/{world.store.add('note/count', 1)}", note)
 
 
+def read_notes(root: World) -> None:
+    """Read what ranks have said since that left or failed; called by one thread, that of the watch if there is one."""
+    store = root.store
+    if store is not None:
+        numbers = range(len(root.notes) + 1, store.add("note/count", 0) + 1)
+        names = ("from", "rank", "error", "left", "over", "failures", "collectives", "ports")
+        found = store.all_found([f"note/{number}" for number in numbers], *names)
+        root.notes += itertools.takewhile(lambda note: note is not None, found)  # the next one is being written
+
+
 def wait_for_leaving(world: World, limit_s: float) -> None:
     """Wait until every rank has parted or died, at most `limit_s`; never raises.
 
@@ -252,10 +255,8 @@ def dead_on_this_machine(root: World) -> list[int]:
     """Ranks whose processes ran on this machine and do not any more. What does not change is read once."""
     unknown = [rank for rank in root.near or range(root.size) if rank not in root.peers and rank != root.rank]
     if unknown and root.store is not None:
-        keys = [f"peer/{rank}" for rank in unknown]
-        for rank, key, text in zip(unknown, keys, root.store.values(keys), strict=True):
-            if text is not None:
-                root.peers[rank] = root.store.parsed(key, text, "machine", "pid", "born")
+        found = root.store.all_found([f"peer/{rank}" for rank in unknown], "machine", "pid", "born")
+        root.peers |= {rank: peer for rank, peer in zip(unknown, found, strict=True) if peer is not None}
     return [rank for rank, peer in root.peers.items() if _is_gone(peer)]
 
 
@@ -271,12 +272,6 @@ def rank_to_blame(world: World, error: BaseException) -> tuple[int, str]:
     if isinstance(error, SystemExit) and error.code in (None, 0, PREEMPTED):
         return world.ranks[world.rank], _LEFT
     return world.ranks[world.rank], exception_text(error)
-
-
-def _is_dead(store: RankStore, rank: int) -> bool:
-    """Whether the process of `rank` ran on this machine and does not any more."""
-    key = f"peer/{rank}"
-    return store.has(key) and _is_gone(store.read(key, "machine", "pid", "born"))
 
 
 def _is_gone(peer: Mapping[str, Any]) -> bool:
@@ -297,12 +292,9 @@ def machine_id() -> str:
 
 def _process_start_time(pid: int) -> str | None:
     """Start time of a process, which distinguishes a recycled process id; None if there is none."""
-    try:
-        with pathlib.Path(f"/proc/{pid}/stat").open(encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
+    fields = process_fields(pid)
+    if fields:
         return None if fields[0] in ("Z", "X") else fields[19]  # a zombie is dead
-    except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
-        pass
     if pathlib.Path("/proc/self").is_dir():
         return None
     try:  # systems without /proc: the process id alone has to do
@@ -312,6 +304,14 @@ def _process_start_time(pid: int) -> str | None:
     except PermissionError:
         pass
     return "alive"
+
+
+def process_fields(pid: int) -> list[str]:
+    """What Linux says of a process, from its state on; nothing if there is none, or no /proc."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, NotADirectoryError):
+        text = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return text.rpartition(")")[2].split()
+    return []
 
 
 def peer_error(what: str, rank: int, text: str) -> PeerError:

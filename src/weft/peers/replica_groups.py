@@ -165,8 +165,10 @@ class ReplicaGroup:
         self.number, self.size = answer.number, len(answer.members)
         self.index = answer.members.index(self.name)
         self.called, self.exchanges = False, 0
-        if self.size > 1:
-            self._lane = self._connected()
+        if self._board is not None and self.size > 1:
+            board = self._board.below(f"group/{self.number}/{self.inside.rank}")
+            found = _connect(board, self.index, self.size, self._is_hopeless)
+            self._lane = None if found is None else _Lane(*found, self.inside.timeout_s, self._is_hopeless)
         self.broken = self.size > 1 and self._lane is None
         self.vote()
         return answer
@@ -179,15 +181,11 @@ class ReplicaGroup:
             return Answer(refused=f"two processes take themselves for rank {self.inside.rank} of replica {self.name}")
         if self.inside.rank == 0:
             board.push("asks", {"kind": "ask", "name": self.name, **ask._asdict()})
-        found = _awaited(board, f"answer/{me}")
-        values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in found.items()}
-        return Answer(**values)
-
-    def _connected(self) -> _Lane | None:
-        assert self._board is not None
-        board = self._board.below(f"group/{self.number}/{self.inside.rank}")
-        found = _connect(board, self.index, self.size, self._is_hopeless)
-        return None if found is None else _Lane(*found, self.inside.timeout_s, self._is_hopeless)
+        while True:  # as long as the others live they come, and the launcher ends those that hang
+            found = board.pop(f"answer/{me}", 60.0)
+            if isinstance(found, dict) and found.keys() == set(Answer._fields):
+                values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in found.items()}
+                return Answer(**values)
 
     def release(self) -> None:
         """Let the group go; the others' operations fail."""
@@ -247,14 +245,17 @@ class ReplicaGroup:
 
     def send(self, tensor: torch.Tensor, to: int) -> bool:
         """Send the bytes of a contiguous tensor on the CPU to a member, in pieces; False if a replica was lost."""
-        return self._moved(self._lane is not None and self._lane.send(tensor, to))
+        return self._move(tensor, lambda group, piece: group.send([piece], to, 0))
 
     def receive(self, tensor: torch.Tensor, source: int) -> bool:
         """Fill a contiguous tensor on the CPU with what a member sends; False if a replica was lost."""
-        return self._moved(self._lane is not None and self._lane.receive(tensor, source))
+        return self._move(tensor, lambda group, piece: group.recv([piece], source, 0))
 
-    def _moved(self, has_succeeded: bool) -> bool:
-        if not has_succeeded and self._lane is not None:
+    def _move(self, tensor: torch.Tensor, move: Callable[[Any, torch.Tensor], dist.Work]) -> bool:
+        if self._lane is None:
+            return False
+        has_succeeded = self._lane.move(tensor, move)
+        if not has_succeeded:
             self._lose()
         return has_succeeded
 
@@ -312,18 +313,11 @@ class _Lane:
                     raise
             hopeless = self._is_hopeless()
 
-    def send(self, tensor: torch.Tensor, to: int) -> bool:
-        """Send the bytes of a contiguous tensor on the CPU, in pieces."""
-        return self._move(tensor, lambda piece: self._group.send([piece], to, 0))
-
-    def receive(self, tensor: torch.Tensor, source: int) -> bool:
-        """Fill a contiguous tensor on the CPU with what is sent."""
-        return self._move(tensor, lambda piece: self._group.recv([piece], source, 0))
-
-    def _move(self, tensor: torch.Tensor, move: Callable[[torch.Tensor], dist.Work]) -> bool:
+    def move(self, tensor: torch.Tensor, move: Callable[[Any, torch.Tensor], dist.Work]) -> bool:
+        """Send or receive the bytes of a contiguous tensor on the CPU, in pieces."""
         with contextlib.suppress(RuntimeError):
             for piece in tensor.reshape(-1).view(torch.uint8).split(_PIECE):
-                move(piece).wait(timedelta(seconds=min(_PIECE_S, self._timeout_s)))
+                move(self._group, piece).wait(timedelta(seconds=min(_PIECE_S, self._timeout_s)))
             return True
         return False
 
@@ -390,11 +384,3 @@ class _Addresses(dist.Store):
         """A value that has come."""
         self.wait([key])
         return self._found[key]
-
-
-def _awaited(board: RankStore, key: str) -> dict[str, Any]:
-    """Wait for an answer: as long as the others live they come, and the launcher ends those that hang."""
-    while True:
-        found = board.pop(key, 60.0)
-        if isinstance(found, dict) and found.keys() == set(Answer._fields):
-            return found

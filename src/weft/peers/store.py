@@ -26,6 +26,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -60,7 +62,7 @@ class _Connection:
         self.server = server
         self.port = store.port if isinstance(store, dist.TCPStore) else None
         self.deadlines: dict[int, float] = {}  # by thread
-        self.waits: dict[str, _Wait] = {}  # by key
+        self.waits: dict[str, Future[None]] = {}  # by key
         self.spare: list[dist.Store] = []  # on which no thread waits
         self.silent = False
         self.warned = False
@@ -72,25 +74,6 @@ class _Connection:
         problem = text if self.server < 0 else f"rank {self.server} failed: {text}"
         said = "" if error is None or self.silent else f" ({str(error).partition('Exception raised from')[0].strip()})"
         return StoreLost(problem + said, rank=self.server, text=text)
-
-
-class _Wait(threading.Thread):
-    """Waits for a key; see the note above."""
-
-    def __init__(self, board: RankStore, key: str) -> None:
-        super().__init__(name="weft wait", daemon=True)
-        self._board, self._key = board, key
-        self.over = threading.Event()
-        self.error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        """Wait, and keep what went wrong for the caller."""
-        try:
-            self._board._wait_here(self._key)
-        except Exception as error:  # noqa: BLE001  (raised where it is waited for)
-            self.error = error
-        self.over.set()
 
 
 class RankStore:
@@ -169,18 +152,31 @@ class RankStore:
         while True:
             left_s = start + limit_s - time.monotonic()
             if limit_s > 0 and self._store.has_extended_api():
-                wait = connection.waits.get(name) or connection.waits.setdefault(name, _Wait(self, name))
-                if not wait.over.wait(max(left_s, 0.0)):
+                wait = connection.waits.get(name) or connection.waits.setdefault(name, self._begin_wait(name))
+                if not futures.wait([wait], max(left_s, 0.0)).done:
                     if connection.silent:
                         raise connection.lost()
                     return None
                 connection.waits.pop(name, None)
-                if wait.error is not None:
-                    raise wait.error
+                wait.result()  # raises what the thread has met
             value = self._look(key)
             if value is not None or left_s <= 0:
                 return value
             time.sleep(min((limit_s - left_s) / 16 + 1e-4, _PAUSE_S, left_s))  # a file, or a value of a stranger
+
+    def _begin_wait(self, name: str) -> Future[None]:
+        """Let a thread wait for a key; see the note above."""
+        over: Future[None] = Future()
+
+        def wait() -> None:
+            try:
+                self._wait_here(name)
+                over.set_result(None)
+            except Exception as error:  # noqa: BLE001  (raised where it is waited for)
+                over.set_exception(error)
+
+        threading.Thread(target=wait, name="weft wait", daemon=True).start()
+        return over
 
     def _wait_here(self, name: str) -> None:
         """Wait for a key as long as it takes, on a connection that is not used for anything else."""
@@ -221,6 +217,16 @@ class RankStore:
             ContextError: It is something else: a stranger has written to the store.
         """
         return self.parsed(key, self.get(key), *names)
+
+    def found(self, key: str, *names: str) -> Any:
+        """As `read`, but None if the key is not there."""
+        text = self._look(key)
+        return None if text is None else self.parsed(key, text, *names)
+
+    def all_found(self, keys: Sequence[str], *names: str) -> list[Any]:
+        """As `found`, for some keys; see `values`."""
+        found = zip(keys, self.values(keys) if keys else (), strict=True)
+        return [None if text is None else self.parsed(key, text, *names) for key, text in found]
 
     def parsed(self, key: str, text: bytes | None, *names: str) -> Any:
         """The JSON value of a key that was found to have this text; as `read`."""

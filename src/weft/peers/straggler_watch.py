@@ -41,7 +41,7 @@ import torch.distributed as dist
 from weft import torch_internals
 from weft.errors import ContextError, PeerError
 from weft.peers.gloo_connections import abort_groups, close_connections, groups_among, listening_ports
-from weft.peers.liveness import Neighbours, is_behind
+from weft.peers.liveness import Neighbours, is_behind, read_notes
 from weft.peers.store import RankStore, StoreLost
 from weft.peers.world import World
 
@@ -72,8 +72,7 @@ class StragglerWatch:
         self._world = weakref.ref(world)
         self._seen: dict[int, _AwaitedRank] = {}
         self._asked = 0
-        self._notes = world.notes = list[dict[str, Any]]()
-        self._neighbours = Neighbours(world)
+        self._neighbours = Neighbours()
         self._still = _Unchanged()
         self._cpu = _Unchanged()
         self._clock = _clock_of_main_thread()
@@ -101,17 +100,14 @@ class StragglerWatch:
         Raises:
             PeerError: It does; the text names the rank and its line.
         """
-        root = self._world()
-        if root is None or root.store is None:
+        root = world.root
+        if root.store is None:
             return
         asked, mine = root.store.add("watch/asked", 1), world.collectives()
         for rank in ranks:
             member = root.ranks.index(world.ranks[rank])
-            key = f"watch/at/{member}"
-            if not root.store.has(key):
-                continue
-            theirs = root.store.read(key, "asked", "collectives", "waits", "at")
-            if not is_behind(mine, theirs["waits"]):
+            theirs = root.store.found(f"watch/at/{member}", "asked", "collectives", "waits", "at")
+            if theirs is None or not is_behind(mine, theirs["waits"]):
                 continue
             # Answers keep coming, and say the same.
             seen, state = self._seen.get(member), [theirs["collectives"], theirs["at"], mine]
@@ -152,21 +148,13 @@ class StragglerWatch:
                     },
                 )
             if not world.closed:
-                self._read_notes(store)
+                read_notes(world)
                 self._look(world, store, place)
         except (StoreLost, ContextError) as error:  # then no meeting can take place any more
             if not world.closed and not self._end.is_set():
                 _give_up(world, getattr(error, "rank", -1), getattr(error, "text", str(error)), [])
             return False
         return True
-
-    def _read_notes(self, store: RankStore) -> None:
-        keys = [f"note/{number}" for number in range(len(self._notes) + 1, store.add("note/count", 0) + 1)]
-        for key, text in zip(keys, store.values(keys) if keys else (), strict=True):
-            if text is None:  # is being written
-                break
-            names = ("from", "rank", "error", "left", "over", "failures", "collectives", "ports")
-            self._notes.append(store.parsed(key, text, *names))
 
     def _place(self) -> str:
         """The collective that the main thread is in, or the backward pass that waits in one; empty if that is not sure.
@@ -182,13 +170,13 @@ class StragglerWatch:
         if not waits or still_s < _SURE_S:
             return
         if world.failure is not None:  # and what it waits for comes from another rank, which has left by now
-            _close_connections(world, [port for note in self._notes for port in note["ports"]])
+            _close_connections(world, [port for note in world.notes for port in note["ports"]])
             return
-        self._neighbours.report_dead()
+        self._neighbours.report_dead(world, store)
         waited_in = _waited_in(world)
         behind = [
             note
-            for note in self._notes
+            for note in world.notes
             if note["from"] != world.rank
             and (note["left"] or note["failures"] > world.failures)
             and (note["over"] or is_behind(note["collectives"], waited_in))
@@ -204,17 +192,16 @@ class StragglerWatch:
     def _look_at_all(self, world: World, store: RankStore, *, is_for_one: bool) -> None:
         """Give up if all ranks wait, and not in the same collective; or this one for one rank, and some have left."""
         store.add("watch/asked", 1)
-        left = {note["from"]: note for note in self._notes if note["left"]}
+        left = {note["from"]: note for note in world.notes if note["left"]}
         staying = [rank for rank in range(world.size) if rank not in left]
-        keys = {rank: f"watch/at/{rank}" for rank in staying if store.has(f"watch/at/{rank}")}
-        found = {rank: store.read(key, "sent", "in", "at") for rank, key in keys.items()}
-        answers = {rank: [theirs[name] for name in ("sent", "in", "at")] for rank, theirs in found.items()}
-        if self._answers.seconds(answers) < _STUCK_TOGETHER_S or len(answers) < len(staying):
+        names = ("sent", "in", "at")
+        answers = [store.found(f"watch/at/{rank}", *names) for rank in staying]
+        same_s = self._answers.seconds([None if each is None else [each[name] for name in names] for each in answers])
+        if same_s < _STUCK_TOGETHER_S or not all(each is not None and each["in"] for each in answers):
             return
+        found = dict(zip(staying, answers, strict=True))
         mine = found[world.rank]["in"]
         others = [rank for rank, theirs in found.items() if theirs["in"] != mine]
-        if not all(theirs["in"] for theirs in found.values()):
-            return
         if left and is_for_one:  # of those that have left, the one with which this rank shares most groups
             note = max(left.values(), key=lambda note: len(note["collectives"].keys() & world.collectives().keys()))
             _give_up(world, note["rank"], note["error"], note["ports"])
@@ -225,10 +212,9 @@ class StragglerWatch:
 
     def _stands(self, store: RankStore, note: dict[str, Any]) -> bool:
         """Whether a rank that reported an error has begun no collective since."""
-        asked, key = store.add("watch/asked", 1), f"watch/at/{note['from']}"
-        if not store.has(key):
+        asked, theirs = store.add("watch/asked", 1), store.found(f"watch/at/{note['from']}", "asked", "collectives")
+        if theirs is None:
             return False
-        theirs = store.read(key, "asked", "collectives")
         continued = is_behind(note["collectives"], theirs["collectives"])
         return bool(theirs["asked"] >= note.setdefault("since", asked) and not continued)
 

@@ -103,7 +103,7 @@ class World:
         watch: On a root, separates late ranks from those that took another path.
         near: On a root, the ranks that may be on this host; empty if that is not known.
         peers: On a root, what those have written down of themselves, as far as it was read.
-        notes: On a root, what ranks that left or failed have said, as far as its watch has read it; None without one.
+        notes: On a root, what ranks that left or failed have said, as far as it was read; see `read_notes`.
         failures: On a root, how many errors this rank has reported to the others; see `report_failure`.
         failure: On a root, the rank for which this one would wait in vain in a collective, and why.
         process: Which one this is; a fork of it has nothing to do with the job.
@@ -148,7 +148,7 @@ class World:
     watch: Watcher | None = None
     near: Sequence[int] = ()
     peers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    notes: list[dict[str, Any]] | None = None
+    notes: list[dict[str, Any]] = field(default_factory=list)
     failures: int = 0
     failure: tuple[int, str] | None = None
     process: int = field(default_factory=os.getpid)

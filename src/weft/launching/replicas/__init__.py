@@ -1,7 +1,7 @@
 """The replicas of an elastic job: each is started again alone.
 
 supervise.py     what the first node's launcher does: it watches replicas, and decides who makes steps together
-processes.py     the processes of the replicas on this node
+processes.py     a replica, as its node sees it; the processes on this node
 remote_nodes.py  the other nodes, as the first launcher sees them
 joined_node.py   what the launcher of another node does
 messages.py      what replicas and other launchers have to say

@@ -5,9 +5,7 @@ See [Note: nodes of replicas] in remote_nodes.py.
 
 from __future__ import annotations
 
-import multiprocessing.connection
 import os
-import signal
 import socket
 import threading
 import time
@@ -15,11 +13,11 @@ import uuid
 from typing import Any
 
 from weft.errors import ContextError
-from weft.launching.failures import PREEMPTED_TEXT, Ending
+from weft.launching.failures import HAS_PREEMPTED, Ending, ended_by
 from weft.launching.plan import LaunchPlan
 from weft.launching.replicas.forms import fits
 from weft.launching.replicas.loss_log import print_line
-from weft.launching.replicas.processes import LocalNode, LocalReplica
+from weft.launching.replicas.processes import LocalNode, Replica
 from weft.launching.replicas.remote_nodes import facts_of_node
 from weft.peers.connect import store_of_launcher
 from weft.peers.replica_groups import STORE
@@ -82,13 +80,12 @@ class JoinedNode:
             self._here.prepare()
             self._report(first=True)
             while self._ending is None:
-                sentinels = [one for replica in self._here.replicas.values() for one in replica.sentinels]
-                multiprocessing.connection.wait(sentinels, timeout=_TURN_S) if sentinels else time.sleep(_TURN_S)
+                self._here.wait(_TURN_S)
                 self._obey()
                 self._report()
                 self._forget_ended()
                 if self.signalled and not self._here.replicas:
-                    self._ending = self._left()
+                    self._ending = HAS_PREEMPTED if self._preempted else ended_by(self.signalled)
             self._here.end()
             self._report(gone=True)
         except StoreLost as error:
@@ -102,11 +99,6 @@ class JoinedNode:
         while not is_over.wait(1.0):
             self._board.guard()
 
-    def _left(self) -> Ending:
-        if self._preempted:
-            return Ending(PREEMPTED, PREEMPTED_TEXT)
-        return Ending(128 + self.signalled, f"weft launch: ended by {signal.Signals(self.signalled).name}")
-
     def _obey(self) -> None:
         while self._ending is None and (order := self._board.pop(f"order/{self._launcher}")) is not None:
             if not fits(order, _ORDERS):
@@ -116,7 +108,7 @@ class JoinedNode:
             if "node" in order:
                 self._here.number = order["node"]
                 self._here.joins(order["job"], self._host, self._port)
-                numbers = ", ".join(map(str, self._here.numbers()))
+                numbers = ", ".join(map(str, self._plan.replicas_of(self._here.number)))
                 print_line(f"node {self._here.number} of the job at {self._where}, with replicas {numbers}")
             elif "wait" in order:
                 print_line(f"the job at {self._where} has all its nodes; this launcher waits until one of them is lost")
@@ -129,7 +121,7 @@ class JoinedNode:
             elif "signal" in order and not self.signalled:  # else it has come here, too
                 self.pass_on(order["signal"], None)
             elif "kill" in order and order["kill"] in self._here.replicas:
-                self._here.replicas[order["kill"]].kill()
+                self._here.kill(self._here.replicas[order["kill"]])
         if not self._is_known and time.monotonic() - self._began_s > _FIRST_S:
             raise ContextError(
                 "launch: this is not the address of an elastic job",
@@ -142,7 +134,7 @@ class JoinedNode:
         exits = {name: state["exits"].values() for name, state in self._reported["replicas"].items()}
         self._preempted |= any(PREEMPTED in codes for codes in exits.values())
         for name, codes in exits.items():
-            if None not in codes and self._here.replicas[name].is_gone:
+            if None not in codes:
                 del self._here.replicas[name]
 
     def _report(self, *, first: bool = False, gone: bool = False) -> None:
@@ -158,12 +150,10 @@ class JoinedNode:
             self._board.push("asks", {"kind": "node", **about, "facts": facts_of_node(self._plan), **state})
 
 
-def _state_of(replica: LocalReplica) -> dict[str, Any]:
-    replica.look()
-    failed = next((rank for rank, code in replica.exits.items() if code), None)
+def _state_of(replica: Replica) -> dict[str, Any]:
     return {
         "pids": {str(rank): pid for rank, pid in replica.pids.items()},
         "exits": {str(rank): code for rank, code in replica.exits.items()},
         "stopped": replica.is_stopped,
-        "trace": "" if failed is None else replica.trace(failed)[-_TRACE:],
+        "trace": replica.trace[-_TRACE:],
     }

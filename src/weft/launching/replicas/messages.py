@@ -30,39 +30,14 @@ _FORMS = MappingProxyType(
 _MOST = 10_000  # messages that are read before something else has its turn
 
 
-class LauncherMessages:
-    """The side of the launcher that decides."""
-
-    def __init__(self, board: RankStore, replica_ranks: int) -> None:
-        """Begin with none.
-
-        Args:
-            board: A part of the store that this process serves.
-            replica_ranks: Ranks of each replica.
-        """
-        self._board, self._replica_ranks = board, replica_ranks
-
-    def arrived(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The kind of each message that has come, and the message. Those of another form are passed over."""
-        for _ in range(_MOST):
-            found = self._board.pop("asks")
-            if found is None:
-                return
-            kind = found.pop("kind", None) if isinstance(found, dict) else None
-            if isinstance(kind, str) and kind in _FORMS and fits(found, _FORMS[kind]):
-                yield kind, found
-            else:
-                self._board.warn("asks")
-
-    def answer(self, name: str, found: dict[str, Any]) -> None:
-        """Answer a question of a replica: to each of its ranks."""
-        for rank in range(self._replica_ranks):
-            self._board.push(f"answer/{name}/{rank}", found)
-
-    def tell(self, what: str, quorum: int) -> None:
-        """Tell the members of a quorum that they are "called" together after their step, or that it is "broken"."""
-        self._board.set(f"{what}/{quorum}", "1")
-
-    def order(self, launcher: str, what: dict[str, Any]) -> None:
-        """Tell another launcher to do something."""
-        self._board.push(f"order/{launcher}", what)
+def arrived(board: RankStore) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The kind of each message that has come, and the message. Those of another form are passed over."""
+    for _ in range(_MOST):
+        found = board.pop("asks")
+        if found is None:
+            return
+        kind = found.pop("kind", None) if isinstance(found, dict) else None
+        if isinstance(kind, str) and kind in _FORMS and fits(found, _FORMS[kind]):
+            yield kind, found
+        else:
+            board.warn("asks")

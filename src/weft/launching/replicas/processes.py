@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import pathlib
 import signal
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from weft.launching.failures import report_text
 from weft.launching.plan import LaunchPlan
+from weft.peers.liveness import process_fields
 from weft.peers.replica_groups import REPLICA_VARIABLE
 from weft.peers.world import PREEMPTED
 
@@ -51,24 +52,30 @@ class Node(Protocol):
     number: int
     is_leaving: bool
 
-    def start(self, number: int, attempt: int) -> Replica[Any]:
+    def start(self, number: int, attempt: int) -> Replica:
         """Start the processes of a replica."""
         ...
 
-
-N = TypeVar("N", bound=Node)
+    def kill(self, replica: Replica) -> None:
+        """End what is left of a replica."""
+        ...
 
 
 @dataclass
-class Replica(ABC, Generic[N]):
-    """A replica that was started.
+class Replica:
+    """A replica that was started, and what its node last said of it.
 
     Attributes:
         number: Of the replica.
         attempt: How often it was started before.
         node: On which it runs.
         ranks: Of its processes.
-        exits: Exit codes by rank, as last seen; None of a process that runs, minus the number of a signal.
+        processes: By rank, if they are of this node.
+        pids: The ids of its processes, by rank.
+        exits: Exit codes by rank; None of a process that runs, minus the number of a signal. What a process has said,
+            it has said before.
+        is_stopped: Whether one of its processes is stopped, as by SIGSTOP.
+        trace: The traceback that the first rank which failed has left.
         done: The ranks that have said that their work is done.
         stopped_since: When one of its processes was first seen stopped; None if none is.
         was_inside: It was in some quorum.
@@ -77,9 +84,13 @@ class Replica(ABC, Generic[N]):
 
     number: int
     attempt: int
-    node: N
+    node: Node
     ranks: range
+    processes: dict[int, Any] = field(default_factory=dict)
+    pids: dict[int, int] = field(default_factory=dict)
     exits: dict[int, int | None] = field(default_factory=dict)
+    is_stopped: bool = False
+    trace: str = ""
     done: set[int] = field(default_factory=set)
     stopped_since: float | None = None
     was_inside: bool = False
@@ -92,39 +103,12 @@ class Replica(ABC, Generic[N]):
         return f"{self.number}.{self.attempt}"
 
     @property
-    @abstractmethod
-    def pids(self) -> dict[int, int]:
-        """The ids of its processes, by rank."""
-
-    @property
-    @abstractmethod
-    def sentinels(self) -> list[int]:
-        """What `multiprocessing.connection.wait` waits for: a process of this node ends."""
-
-    @property
-    @abstractmethod
-    def is_stopped(self) -> bool:
-        """Whether one of its processes is stopped, as by SIGSTOP."""
-
-    @abstractmethod
-    def look(self) -> None:
-        """See which of its processes have ended; what they have said, they have said before."""
-
-    @abstractmethod
-    def trace(self, rank: int) -> str:
-        """The traceback that a rank has left."""
-
-    @abstractmethod
-    def kill(self) -> None:
-        """End what is left of it."""
-
-    @property
     def is_done(self) -> bool:
         """Whether all its ranks have said so."""
         return self.done.issuperset(self.ranks)
 
     def ended(self) -> Ended | None:
-        """How it has ended; None if it has not. One that ends before its work is done has failed, with any code."""
+        """How it has ended; None if it has not. Whoever ends without having done its work has failed, with any code."""
         codes = self.exits
         failed = next((rank for rank, code in codes.items() if code not in (None, 0)), None)
         if failed is None:
@@ -136,67 +120,7 @@ class Replica(ABC, Generic[N]):
         if not codes or (failed is None and None in codes.values()):
             return None
         rank = next(iter(codes)) if failed is None else failed
-        return Ended(rank, self.pids.get(rank, 0), codes[rank] or 0, self.trace(rank))
-
-
-@dataclass
-class LocalReplica(Replica["LocalNode"]):
-    """A replica whose processes this launcher has started.
-
-    Attributes:
-        folder: In which they leave reports.
-        processes: By rank.
-    """
-
-    folder: pathlib.Path = field(default_factory=pathlib.Path)
-    processes: dict[int, Any] = field(default_factory=dict)
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """See `Replica`."""
-        return {rank: process.pid for rank, process in self.processes.items()}
-
-    @property
-    def sentinels(self) -> list[int]:
-        """See `Replica`."""
-        return [process.sentinel for process in self.processes.values() if process.is_alive()]
-
-    @property
-    def is_stopped(self) -> bool:
-        """See `Replica`."""
-        return any(process.exitcode is None and _is_stopped(process.pid) for process in self.processes.values())
-
-    def look(self) -> None:
-        """See `Replica`."""
-        self.exits = {rank: process.exitcode for rank, process in self.processes.items()}
-
-    def trace(self, rank: int) -> str:
-        """See `Replica`."""
-        return report_text(self.folder, rank, self.attempt)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether none of its processes is left."""
-        return all(process.exitcode is not None for process in self.processes.values())
-
-    def send(self, number: int) -> None:
-        """Send all its processes a signal."""
-        for process in self.processes.values():
-            if process.exitcode is None:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
-
-    def kill(self) -> None:
-        """See `Replica`."""
-        self.send(signal.SIGKILL)
-        for process in self.processes.values():
-            process.join()
-        self.look()
-
-    def join(self, end: float) -> None:
-        """Wait for its processes until a moment of the monotonic clock."""
-        for process in self.processes.values():
-            process.join(max(end - time.monotonic(), 0))
+        return Ended(rank, self.pids.get(rank, 0), codes[rank] or 0, self.trace)
 
 
 class LocalNode:
@@ -227,7 +151,7 @@ class LocalNode:
         """
         self.plan, self.memory = plan, memory
         self.number, self.is_leaving = 0, False
-        self.replicas: dict[str, LocalReplica] = {}
+        self.replicas: dict[str, Replica] = {}
         self._target, self._arguments, self._folder = target, arguments, folder
         self._job: dict[str, str] = {}
 
@@ -242,13 +166,12 @@ class LocalNode:
         first.start()
         first.join()
 
-    def start(self, number: int, attempt: int) -> LocalReplica:
+    def start(self, number: int, attempt: int) -> Replica:
         """Start the processes of a replica."""
-        ranks = range(number * self.plan.replica_ranks, (number + 1) * self.plan.replica_ranks)
-        replica = LocalReplica(number, attempt, self, ranks, folder=self._folder)
+        replica = Replica(number, attempt, self, self.plan.ranks_of(number))
         # All replicas that there can be count, also those of nodes that are not there.
         plan = self.plan._replace(node_rank=self.number, least_nodes=self.plan.most_nodes)
-        for rank in ranks:
+        for rank in replica.ranks:
             variables = plan.variables(rank - self.number * plan.nproc) | {
                 **self._job,
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -257,13 +180,36 @@ class LocalNode:
             process = _CONTEXT.Process(target=self._target, args=self._arguments(variables))
             replica.processes[rank] = process
             process.start()
+            replica.pids[rank], replica.exits[rank] = process.pid, None
         self.replicas[replica.name] = replica
         return replica
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until a process ends, at most so long; then see what has become of all."""
+        running = [one for each in self.replicas.values() for one in each.processes.values() if one.is_alive()]
+        multiprocessing.connection.wait([process.sentinel for process in running], timeout=limit_s)
+        for replica in self.replicas.values():
+            self._look(replica)
+
+    def _look(self, replica: Replica) -> None:
+        before, replica.exits = replica.exits, {rank: one.exitcode for rank, one in replica.processes.items()}
+        running = [pid for rank, pid in replica.pids.items() if replica.exits[rank] is None]
+        replica.is_stopped = any(map(_is_stopped, running))
+        failed = next((rank for rank, code in replica.exits.items() if code), None)
+        if failed is not None and replica.exits != before:
+            replica.trace = report_text(self._folder, failed, replica.attempt)
 
     def send(self, number: int) -> None:
         """Send all processes a signal."""
         for replica in list(self.replicas.values()):
-            replica.send(number)
+            _send(replica, number)
+
+    def kill(self, replica: Replica) -> None:
+        """End what is left of a replica."""
+        _send(replica, signal.SIGKILL)
+        for process in replica.processes.values():
+            process.join()
+        self._look(replica)
 
     def end(self) -> None:
         """End all processes, which have some time to do so in good order."""
@@ -271,19 +217,20 @@ class LocalNode:
         self.send(signal.SIGTERM)
         end = time.monotonic() + GRACE_S
         for replica in self.replicas.values():
-            replica.join(end)
-            replica.kill()
+            for process in replica.processes.values():
+                process.join(max(end - time.monotonic(), 0))
+            self.kill(replica)
 
-    def numbers(self) -> range:
-        """The numbers of its replicas."""
-        each = self.plan.nproc // self.plan.replica_ranks
-        return range(self.number * each, (self.number + 1) * each)
+
+def _send(replica: Replica, number: int) -> None:
+    for process in replica.processes.values():
+        if process.exitcode is None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
 
 def _is_stopped(pid: int) -> bool:
     """Whether a process is stopped, as by SIGSTOP; on Linux."""
-    try:
-        status = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] == "T"
+    with suppress(OSError):
+        return process_fields(pid)[:1] == ["T"]
+    return False

@@ -12,13 +12,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from weft.launching.plan import LaunchPlan
 from weft.launching.replicas.loss_log import print_line
-from weft.launching.replicas.messages import LauncherMessages
-from weft.launching.replicas.processes import Node, Replica
+from weft.launching.replicas.messages import arrived
+from weft.launching.replicas.processes import Replica
+from weft.peers.store import RankStore
 
 TURN_S = 0.01  # between two looks at what launchers and replicas ask
 _SILENT_S = 5.0
@@ -38,13 +38,13 @@ class RemoteNode:
         replicas: That it was ordered to start, by name.
     """
 
-    def __init__(self, found: dict[str, Any], messages: LauncherMessages, replica_ranks: int, now: float) -> None:
+    def __init__(self, found: dict[str, Any], board: RankStore, plan: LaunchPlan, now: float) -> None:
         """Begin with what its launcher has said."""
         self.launcher, self.wanted, self.heard = found["launcher"], found["node"], now
         self.number = -1
         self.is_leaving = self.is_gone = self.waits = False
-        self.replicas: dict[str, RemoteReplica] = {}
-        self._messages, self._replica_ranks = messages, replica_ranks
+        self.replicas: dict[str, Replica] = {}
+        self._board, self._plan = board, plan
 
     def __str__(self) -> str:
         """For texts."""
@@ -52,12 +52,11 @@ class RemoteNode:
 
     def order(self, **what: Any) -> None:
         """Tell its launcher to do something."""
-        self._messages.order(self.launcher, what)
+        self._board.push(f"order/{self.launcher}", what)
 
-    def start(self, number: int, attempt: int) -> RemoteReplica:
+    def start(self, number: int, attempt: int) -> Replica:
         """Start the processes of a replica."""
-        ranks = range(number * self._replica_ranks, (number + 1) * self._replica_ranks)
-        replica = RemoteReplica(number, attempt, self, ranks)
+        replica = Replica(number, attempt, self, self._plan.ranks_of(number))
         self.replicas[replica.name] = replica
         self.order(start=number, attempt=attempt)
         return replica
@@ -67,67 +66,33 @@ class RemoteNode:
         self.heard = now
         self.is_leaving, self.is_gone = found["leaving"], found["gone"]
         for name, state in found["replicas"].items():
-            if name in self.replicas:
-                self.replicas[name].is_now(state)
+            replica = self.replicas.get(name)
+            if replica is not None:
+                replica.pids, replica.exits = (
+                    {rank: state[what][str(rank)] for rank in replica.ranks if str(rank) in state[what]}
+                    for what in ("pids", "exits")
+                )
+                replica.is_stopped, replica.trace = state["stopped"], state["trace"]
 
-
-@dataclass
-class RemoteReplica(Replica[RemoteNode]):
-    """A replica that another launcher has started."""
-
-    _pids: dict[int, int] = field(default_factory=dict)
-    _stopped: bool = False
-    _trace: str = ""
-
-    def is_now(self, state: dict[str, Any]) -> None:
-        """What its launcher sees."""
-        self._pids = {rank: state["pids"][str(rank)] for rank in self.ranks if str(rank) in state["pids"]}
-        self.exits = {rank: state["exits"][str(rank)] for rank in self.ranks if str(rank) in state["exits"]}
-        self._stopped, self._trace = state["stopped"], state["trace"]
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """See `Replica`."""
-        return self._pids
-
-    @property
-    def sentinels(self) -> list[int]:
-        """See `Replica`."""
-        return []
-
-    @property
-    def is_stopped(self) -> bool:
-        """See `Replica`."""
-        return self._stopped
-
-    def look(self) -> None:
-        """See `Replica`: its launcher does."""
-
-    def trace(self, rank: int) -> str:
-        """See `Replica`."""
-        del rank  # the first that has failed
-        return self._trace
-
-    def kill(self) -> None:
-        """See `Replica`."""
-        self.node.order(kill=self.name)
-        self.node.replicas.pop(self.name, None)
-        codes = {rank: self.exits.get(rank) for rank in self.ranks}
-        self.exits = {rank: -signal.SIGKILL if code is None else code for rank, code in codes.items()}
+    def kill(self, replica: Replica) -> None:
+        """End what is left of a replica."""
+        self.order(kill=replica.name)
+        self.replicas.pop(replica.name, None)
+        codes = {rank: replica.exits.get(rank) for rank in replica.ranks}
+        replica.exits = {rank: -signal.SIGKILL if code is None else code for rank, code in codes.items()}
 
 
 class Nodes:
-    """The other nodes of a job.
+    """The other nodes of a job."""
 
-    Attributes:
-        there: Whose launchers have a number, by the name of the launcher.
-        waiting: Those that wait for one, in the order in which they came.
-    """
+    def __init__(self, plan: LaunchPlan, board: RankStore, job: str) -> None:
+        self._known: dict[str, RemoteNode] = {}  # by the name of the launcher, in the order in which they came
+        self._plan, self._board, self._job = plan, board, job
 
-    def __init__(self, plan: LaunchPlan, messages: LauncherMessages, job: str) -> None:
-        self.there: dict[str, RemoteNode] = {}
-        self.waiting: dict[str, RemoteNode] = {}
-        self._plan, self._messages, self._job = plan, messages, job
+    @property
+    def there(self) -> list[RemoteNode]:
+        """Those that have a number."""
+        return [node for node in self._known.values() if node.number >= 0]
 
     @property
     def num_missing(self) -> int:
@@ -137,15 +102,15 @@ class Nodes:
     def hear(self, found: dict[str, Any], now: float) -> None:
         """A launcher has said something."""
         name = found["launcher"]
-        known = self.there.get(name) or self.waiting.get(name)
+        known = self._known.get(name)
         if known is None:
-            known = RemoteNode(found, self._messages, self._plan.replica_ranks, now)
+            known = RemoteNode(found, self._board, self._plan, now)
             refused = self._refusal(found)
             if refused:
                 print_line(f"refused: the launcher {name}: {refused}")
                 known.order(leave=1, why=refused)
                 return
-            self.waiting[name] = known
+            self._known[name] = known
         known.reports(found, now)
 
     def _refusal(self, found: dict[str, Any]) -> str:
@@ -160,27 +125,23 @@ class Nodes:
 
     def lost(self, now: float) -> Iterator[tuple[RemoteNode, str]]:
         """Nodes that are no longer there, each once, and why."""
-        for name, node in list(self.waiting.items()):
-            if node.is_gone or node.is_leaving or now - node.heard > _SILENT_S:
-                del self.waiting[name]
-        for name, node in list(self.there.items()):
-            silent = now - node.heard > _SILENT_S
-            if node.is_gone or silent:
-                del self.there[name]
+        for name, node in list(self._known.items()):
+            silent, has_replicas = now - node.heard > _SILENT_S, node.number >= 0
+            if node.is_gone or silent or (node.is_leaving and not has_replicas):
+                del self._known[name]
                 node.is_leaving = True
-                yield node, f"was not heard from for {_SILENT_S:g} s" if silent else "has left"
+                if has_replicas:
+                    yield node, f"was not heard from for {_SILENT_S:g} s" if silent else "has left"
 
     def placed(self) -> Iterator[RemoteNode]:
         """Launchers that get the number of a node."""
-        for name, node in list(self.waiting.items()):
-            taken = {other.number for other in self.there.values()}
+        for node in [one for one in self._known.values() if one.number < 0]:
+            taken = {other.number for other in self.there}
             free = [number for number in range(1, self._plan.most_nodes) if number not in taken]
             if node.wanted is not None:
                 free = [node.wanted] if node.wanted in free else []
             if free:
-                del self.waiting[name]
                 node.number = free[0]
-                self.there[name] = node
                 node.order(node=node.number, job=self._job)
                 yield node
             elif not node.waits:
@@ -189,35 +150,25 @@ class Nodes:
 
     def send(self, number: int) -> None:
         """Send all processes on these nodes a signal."""
-        for node in self.there.values():
+        for node in self.there:
             node.order(signal=number)
-
-    def numbers_of(self, node: Node) -> range:
-        """The replicas of a node."""
-        each = self._plan.nproc // self._plan.replica_ranks
-        return range(node.number * each, (node.number + 1) * each)
 
     def leave(self, code: int) -> None:
         """Tell all that the job has ended."""
-        for node in (*self.there.values(), *self.waiting.values()):
+        for node in self._known.values():
             node.order(leave=code, why="")
 
     def wait_until_gone(self, limit_s: float) -> None:
         """Wait for those that have still to hear that the job has ended."""
         end = time.monotonic() + limit_s
-        while not self._forget_gone(now := time.monotonic()) and now < end:
-            for kind, found in self._messages.arrived():
+        while (now := time.monotonic()) < end:
+            list(self.lost(now))
+            if not self._known:
+                return
+            for kind, found in arrived(self._board):
                 if kind == "node":
                     self.hear(found, now)
             time.sleep(TURN_S)
-
-    def _forget_gone(self, now: float) -> bool:
-        """Whether none is left."""
-        for some in (self.there, self.waiting):
-            for name, node in list(some.items()):
-                if node.is_gone or now - node.heard > _SILENT_S:
-                    del some[name]
-        return not self.there and not self.waiting
 
 
 def facts_of_node(plan: LaunchPlan) -> dict[str, Any]:

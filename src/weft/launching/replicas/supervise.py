@@ -7,26 +7,24 @@ Launchers of other nodes start processes for it ([Note: nodes of replicas]).
 
 from __future__ import annotations
 
-import multiprocessing.connection
 import pathlib
 import secrets
 import signal
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
-from weft.environments import Topology
-from weft.launching.failures import PREEMPTED_TEXT, Ending, exit_in_words, last_words
+from weft.errors import ContextError
+from weft.launching.failures import HAS_PREEMPTED, Ending, ended_by, exit_in_words, last_words
 from weft.launching.plan import MEETING_S, LaunchPlan
 from weft.launching.replicas.joined_node import JoinedNode
 from weft.launching.replicas.loss_log import LossLog, LostReplica, print_line
-from weft.launching.replicas.messages import LauncherMessages
+from weft.launching.replicas.messages import arrived
 from weft.launching.replicas.processes import GRACE_S, Ended, LocalNode, Node, Replica
 from weft.launching.replicas.remote_nodes import TURN_S, Nodes
-from weft.peers.connect import is_here, listen_at, not_connected
+from weft.peers.connect import is_here, store_at
 from weft.peers.quorum import Answer, Ask, LoopPosition, Quorums
 from weft.peers.replica_groups import STORE
 from weft.peers.store import RankStore
@@ -62,8 +60,8 @@ def supervise_replicas(plan: LaunchPlan, here: LocalNode, secret: str) -> Ending
         job = JoinedNode(plan, here, host, int(port), secret)
     else:
         here.joins(name := secrets.token_hex(8), host, store.port)
-        messages = LauncherMessages(RankStore(store, limit_s=_ANSWER_S, secret=secret).below(STORE), plan.replica_ranks)
-        job = _ElasticJob(plan, here, messages, Nodes(plan, messages, name))
+        board = RankStore(store, limit_s=_ANSWER_S, secret=secret).below(STORE)
+        job = _ElasticJob(plan, here, board, Nodes(plan, board, name))
     for number in _PASSED_ON:
         signal.signal(number, job.pass_on)
     try:
@@ -77,14 +75,12 @@ def _serve(plan: LaunchPlan, host: str, port: int) -> dist.TCPStore | None:
     """The store of the job; None if another launcher serves it."""
     if not (is_here(host) if plan.node_rank is None else plan.node_rank == 0):
         return None
-    fd = listen_at(host, port)
-    limit = timedelta(seconds=30)
+    limit = timedelta(seconds=_ANSWER_S)
     try:
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=fd)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        return store_at(host, port, _ANSWER_S, wait_for_workers=False, timeout=limit)
+    except ContextError:
         if plan.most_nodes == 1 or plan.node_rank == 0:
-            place = Topology(master_addr=host, master_port=port, source="--rdzv")
-            raise not_connected(place, "launch: this node", error, _ANSWER_S) from error
+            raise
         return None  # another launcher on this machine was first
 
 
@@ -94,13 +90,13 @@ class _ElasticJob:
 
     plan: LaunchPlan
     here: LocalNode
-    messages: LauncherMessages
+    board: RankStore
     nodes: Nodes
-    living: dict[str, Replica[Any]] = field(default_factory=dict)
+    living: dict[str, Replica] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)  # how often each replica was started
     given_up: set[int] = field(default_factory=set)  # replicas that have failed too often
-    finished: dict[str, tuple[Replica[Any], Ended]] = field(default_factory=dict)  # those that have done their work
-    waiting: list[Replica[Any]] = field(default_factory=list)  # lost since, and not started again as the work is done
+    finished: dict[str, tuple[Replica, Ended]] = field(default_factory=dict)  # those that have done their work
+    waiting: list[Replica] = field(default_factory=list)  # lost since, and not started again as the work is done
     preempted: int = 0
     restarts: int = 0
     short_since: float | None = None
@@ -116,7 +112,7 @@ class _ElasticJob:
         """Do it until the job has ended."""
         code = 1
         try:
-            for number in self.here.numbers():
+            for number in self.plan.replicas_of(self.here.number):
                 self.start(number, self.here)
             while not self.is_over():
                 self.wait_and_update()
@@ -143,11 +139,8 @@ class _ElasticJob:
 
     def wait_and_update(self) -> None:
         """Wait a moment, or until a process ends; then see what has changed."""
-        sentinels = [one for replica in self.living.values() for one in replica.sentinels]
-        multiprocessing.connection.wait(sentinels, timeout=TURN_S) if sentinels else time.sleep(TURN_S)
+        self.here.wait(TURN_S)
         now = time.monotonic()
-        for replica in self.living.values():
-            replica.look()
         self.read_messages(now)
         self.see_nodes(now)
         for replica in list(self.living.values()):
@@ -170,22 +163,22 @@ class _ElasticJob:
         for node, why in self.nodes.lost(now):
             print_line(f"{node} {why}")
             for replica in [one for one in self.living.values() if one.node is node]:
-                replica.kill()
+                node.kill(replica)
                 self.handle_ended(replica, f"its launcher {why}", node.heard)
-            self.given_up.difference_update(self.nodes.numbers_of(node))
+            self.given_up.difference_update(self.plan.replicas_of(node.number))
         for node in self.nodes.placed():
-            numbers = self.nodes.numbers_of(node)
+            numbers = self.plan.replicas_of(node.number)
             print_line(f"{node} has come, with replicas {', '.join(map(str, numbers))}")
             for number in numbers:
                 self.start(number, node)
 
-    def kill(self, replica: Replica[Any], why: str, since: float) -> None:
+    def kill(self, replica: Replica, why: str, since: float) -> None:
         pids = ", ".join(map(str, replica.pids.values()))
         print_line(f"replica {replica.number} (process {pids}) {why}, and is killed")
-        replica.kill()
+        replica.node.kill(replica)
         self.handle_ended(replica, f"it {why}", since)
 
-    def handle_ended(self, replica: Replica[Any], why: str, since: float) -> None:
+    def handle_ended(self, replica: Replica, why: str, since: float) -> None:
         """A replica has ended: it is done, or it is started again, or it was one too many."""
         del self.living[replica.name]
         self.here.replicas.pop(replica.name, None)
@@ -197,14 +190,14 @@ class _ElasticJob:
         if done:
             self.finished[replica.name] = replica, ended
             return
-        replica.kill()
+        replica.node.kill(replica)
         if ended.code == PREEMPTED:
             self.preempted += not replica.node.is_leaving  # else the job does without that node
             return
         undone = _UNDONE if ended.code == 0 else ""
         self.lose(replica, ended, why or replica.refused or undone, since, was_inside=was_inside)
 
-    def lose(self, replica: Replica[Any], ended: Ended, why: str, since: float, *, was_inside: bool) -> None:
+    def lose(self, replica: Replica, ended: Ended, why: str, since: float, *, was_inside: bool) -> None:
         how, trace = exit_in_words(ended.code), ended.trace
         loss = LostReplica(replica.number, ended.rank, ended.process, how, why or last_words(trace), time.time())
         text = f"{trace}\nweft launch: {loss._replace(why=why)}".lstrip()
@@ -213,7 +206,7 @@ class _ElasticJob:
         self.story.lost(loss, since, was_inside=was_inside)
         self.replace(replica, f"{loss}; {len(self.living)} of {self.most} replicas left")
 
-    def replace(self, replica: Replica[Any], said: str) -> None:
+    def replace(self, replica: Replica, said: str) -> None:
         """Start a replica again that was lost, if that is of use."""
         if replica.node.is_leaving or self.signalled:
             print_line(said)
@@ -242,7 +235,7 @@ class _ElasticJob:
     # -- quorums ---------------------------------------------------------------------------------
 
     def read_messages(self, now: float) -> None:
-        for kind, found in self.messages.arrived():
+        for kind, found in arrived(self.board):
             if kind == "node":
                 self.nodes.hear(found, now)
             elif kind == "ask":
@@ -259,11 +252,15 @@ class _ElasticJob:
         refused = self.quorums.ask(name, ask, now)
         if refused:
             print_line(f"refused: {refused}")
-            self.messages.answer(name, Answer(refused=refused)._asdict())
+            self.answer(name, Answer(refused=refused))
             if name in self.living:
                 self.living[name].refused = refused
         else:
             self.living[name].was_inside |= not ask.fresh
+
+    def answer(self, name: str, found: Answer) -> None:
+        for rank in range(self.plan.replica_ranks):
+            self.board.push(f"answer/{name}/{rank}", found._asdict())
 
     def decide(self, now: float) -> None:
         if self.waits_for_nodes:
@@ -272,14 +269,14 @@ class _ElasticJob:
         found = self.quorums.next(now)
         if found is None:
             if self.quorums.calls:
-                self.messages.tell("called", number)
+                self.board.set(f"called/{number}", "1")
             if self.quorums.is_broken:
-                self.messages.tell("broken", number)
+                self.board.set(f"broken/{number}", "1")
             return
         new = sorted(self.living[name].number for name in set(found.members) - before)
         found = found._replace(lost=self.story.continues(found, new, now))
         for name in found.members:
-            self.messages.answer(name, found._asdict())
+            self.answer(name, found)
             self.living[name].was_inside = True
 
     # -- the end ---------------------------------------------------------------------------------
@@ -322,7 +319,5 @@ def _ending_of(job: _ElasticJob) -> Ending:
     if job.finished and (not job.failed.code or len(job.finished) >= job.quorums.least):
         return Ending()
     if job.preempted and not job.failed.code:
-        return Ending(PREEMPTED, PREEMPTED_TEXT)
-    if job.signalled:
-        return Ending(128 + job.signalled, f"weft launch: ended by {signal.Signals(job.signalled).name}")
-    return job.failed
+        return HAS_PREEMPTED
+    return ended_by(job.signalled) if job.signalled else job.failed

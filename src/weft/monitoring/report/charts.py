@@ -78,7 +78,7 @@ def chart(title: str, lines: Mapping[str, Points], marks: Iterable[int] = (), mo
         lines, holders = _band(dict(zip(names, lines.values(), strict=True)))
         names = [f"{name} {of}" for name in lines]
     finite = [value for points in lines.values() for _, value in _finite(points)]
-    factor, unit = _unit_of(title, max(map(abs, finite), default=1.0))
+    factor, unit = unit_of(title, max(map(abs, finite), default=1.0))
     drawn = []
     for shown, (name, points) in zip(names, lines.items(), strict=True):
         lost = [(step, str(value)) for step, value in sorted(points.items()) if not math.isfinite(value)][:_MOST_LOST]
@@ -130,7 +130,7 @@ def with_unit(name: str, value: float) -> str:
     """
     if not math.isfinite(value):
         return str(value)
-    factor, text = _unit_of(name, abs(value))
+    factor, text = unit_of(name, abs(value))
     return f"{value / factor:.4g}{'' if text.startswith('/') else ' '}{text}".rstrip()
 
 
@@ -158,7 +158,7 @@ def _groups(series: Mapping[str, Points]) -> dict[str, Mapping[str, Points]]:
     groups: dict[str, dict[str, Points]] = {}
     for name, points in series.items():
         above, slash, _ = name.rpartition("/")
-        key = f"{above}/" if slash and _unit_of(name, 1.0) == _unit_of(f"{above}/", 1.0) else name
+        key = f"{above}/" if slash and unit_of(name, 1.0) == unit_of(f"{above}/", 1.0) else name
         groups.setdefault("loss" if name.endswith("loss") or name.startswith("loss/") else key, {})[name] = points
     return dict(groups)
 
@@ -197,7 +197,7 @@ def _mean_parts(runs: Mapping[str, Run]) -> list[Chart]:
         num_steps = len({step for name in names for step in run.series.get(name, {})}) or 1
         for name in names:
             means[name].append(sum(value for _, value in _finite(run.series.get(name, {}))) / num_steps)
-    factor, unit = _unit_of(PARTS, max(sum(each) for each in zip(*means.values(), strict=True)))
+    factor, unit = unit_of(PARTS, max(sum(each) for each in zip(*means.values(), strict=True)))
     lines = {name.removeprefix(PARTS): [value / factor for value in values] for name, values in means.items()}
     return [bars("Parts of a step, mean", unit, list(runs), lines)]
 
@@ -246,7 +246,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _unit_of(name: str, largest: float) -> tuple[float, str]:
+def unit_of(name: str, largest: float) -> tuple[float, str]:
     """By what a value is divided, and the unit it then has."""
     if "bytes" in name:
         return _prefix(largest, (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from weft.monitoring.report.charts import Chart, bars, with_unit
+from weft.monitoring.report.charts import Chart, bars, unit_of, with_unit
 from weft.monitoring.report.run import Rehearsed
 
 _KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "buffers", "other")
@@ -27,10 +27,9 @@ def rehearsal_charts(found: Rehearsed) -> list[Chart]:
 
 def _in_units(title: str, rows: Mapping[str, Mapping[str, int]]) -> Chart:
     largest = max((sum(row.values()) for row in rows.values()), default=0)
-    power = next((power for power in (30, 20, 10) if largest >= 2**power), 0)
+    factor, unit = unit_of("bytes", largest)
     names = dict.fromkeys(name for row in rows.values() for name, value in row.items() if value)
-    lines = {name: [row.get(name, 0) / 2**power for row in rows.values()] for name in names}
-    unit = {30: "GiB", 20: "MiB", 10: "KiB", 0: "B"}[power]
+    lines = {name: [row.get(name, 0) / factor for row in rows.values()] for name in names}
     return bars(title, unit, list(rows), lines)
 
 

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from weft.checks import as_number, check_count
-from weft.monitoring.values import Artifact, HParams, Table, Tracker, numbers_of
+from weft.checks import check_count
+from weft.monitoring.values import Artifact, HParams, Table, Tracker, numbers_of, plain
 
 _BEGIN = b'{"step": '  # of a line of JSON
 
@@ -60,7 +60,7 @@ def jsonl(path: str | Path, *, purge_step: int | None = None) -> Tracker:
                 _purge_lines(place, purge_step)
             _end_line(place)
             is_open = True
-        line = json.dumps({"step": step, **_plain(values)}, ensure_ascii=False, default=_written)
+        line = json.dumps({"step": step, **_plain(values)}, ensure_ascii=False, default=plain)
         with place.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -83,12 +83,6 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, Artifact):
             found[name] = str(value.path)
     return found
-
-
-def _written(value: object) -> object:
-    """What a table or settings hold besides what JSON has: numbers of numpy or torch, or a text."""
-    number = as_number(value)
-    return str(value) if number is None else number
 
 
 def _purge_lines(place: Path, purge_step: int) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-
 from weft.checks import check_count
-from weft.monitoring.values import Histogram, Image, Tracker
+from weft.monitoring.values import Tracker
+from weft.tensors.nested import map_tensors
 
 
 class RunTracker:
@@ -114,7 +113,8 @@ def in_background(tracker: Tracker, *, limit: int = 1000) -> RunTracker:
 
     def write(values: dict[str, Any], /, *, step: int) -> None:
         settle(limit - 1)
-        pending.append(pool.submit(tracker, _kept(values), step=step))
+        kept = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), dict(values))
+        pending.append(pool.submit(tracker, kept, step=step))
 
     def end() -> None:
         with ExitStack() as stack:  # in this order, and each also after an error
@@ -125,18 +125,3 @@ def in_background(tracker: Tracker, *, limit: int = 1000) -> RunTracker:
     made = RunTracker(write, end)
     weakref.finalize(made, settle, 0)  # at the end of a program the thread is done: this shows its errors
     return made
-
-
-def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, with copies of the tensors among them."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor):
-            found[name] = value.detach().to("cpu", copy=True)
-        elif isinstance(value, Image):
-            found[name] = Image(value.pixels.detach().to("cpu", copy=True))
-        elif isinstance(value, Histogram):
-            found[name] = Histogram(value.values.detach().to("cpu", copy=True))
-        else:
-            found[name] = value
-    return found
