@@ -100,13 +100,10 @@ def _check_split(loader: DataLoader[Any], mode: str, uneven: str | None, *, alre
     if already_sharded and mode != "batches":
         raise _refusal(f"already_sharded=True with mode={mode!r}", "a source of the whole data for it", fix)
     if (already_sharded or mode == "shards") and uneven == "pad":
-        raise _refusal(
-            ("already_sharded=True" if already_sharded else 'mode="shards"') + ' with uneven="pad"',
-            "'error', 'drop' or 'join': the samples of other ranks are not known here",
-            'loader, ctx = weft.shard_data(loader, ctx, already_sharded=True, uneven="join")'
-            if already_sharded
-            else 'loader, ctx = weft.shard_data(loader, ctx, mode="shards", uneven="join")',
-        )
+        how = "already_sharded=True" if already_sharded else 'mode="shards"'
+        expected = "'error', 'drop' or 'join': the samples of other ranks are not known here"
+        fix = f'loader, ctx = weft.shard_data(loader, ctx, {how}, uneven="join")'
+        raise _refusal(f'{how} with uneven="pad"', expected, fix)
 
 
 def check_balance(loader: DataLoader[Any], balance: str, cost: object, mode: str, uneven: str | None) -> None:

@@ -7,6 +7,7 @@ in a queue (`BatchInfo`), so that it is known which samples each batch holds.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 from collections import deque
@@ -14,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from weft.data.order.endless_order import EndlessOrder, parts_of
@@ -87,24 +87,6 @@ def as_index(index: Any) -> Any:
         return operator.index(index)
     except TypeError:
         return index
-
-
-class SharedEpoch:
-    """The number of the epoch of a stream, also in workers that outlive one; `start` is where it begins."""
-
-    def __init__(self, *, shared: bool) -> None:
-        self._now = torch.zeros(2, dtype=torch.int64)
-        if shared:  # persistent workers are not sent a new dataset: they look there
-            self._now.share_memory_()
-
-    def set(self, number: int, start: int = 0) -> None:
-        """Go to an epoch."""
-        self._now[0], self._now[1] = number, start
-
-    def get(self) -> tuple[int, int]:
-        """The epoch, and where to start in it."""
-        number, start = self._now.tolist()
-        return number, start
 
 
 class BatchRequest(NamedTuple):
@@ -271,57 +253,38 @@ class StepIndices(Sampler[Any]):
     iteration: int = 0
 
     def __iter__(self) -> Iterator[Any]:
-        return self._indices(self.reading, self.given)  # of now, not of the moment when the first is asked for
+        return self._requests(self.reading, self.given)  # of now, not of the moment when the first is asked for
 
-    def _indices(self, spans: Sequence[Span], given: deque[BatchInfo]) -> Iterator[Any]:
-        iteration = (self.iteration, spans[-1].epoch)
+    def _requests(self, spans: Sequence[Span], given: deque[BatchInfo]) -> Iterator[BatchRequest]:
+        iteration, whole, single = (self.iteration, spans[-1].epoch), self.whole, self.single
         for whole_span in spans:
             order = self.units.order(self.seed, whole_span.epoch)
-            endless = isinstance(order, EndlessOrder)
-            for span in parts_of(order, whole_span, self.plans[0].per_step):
+            endless, per_step = isinstance(order, EndlessOrder), self.plans[0].per_step
+            for epoch, start, stop in parts_of(order, whole_span, per_step):
                 if endless:
-                    self.plans[0].check(span.stop - span.start, "batches" if self.whole else "samples")
-                if len(self.plans) == 1 and not self.whole and not self.single and not endless:
-                    yield from self._plain(order, span, given, iteration)
-                else:
-                    yield from self._counted(order, span, given, iteration)
+                    self.plans[0].check(stop - start, "batches" if whole else "samples")
+                pieces = [each.pieces(order, start, stop) for each in self.plans]
+                everyone: int | None = None
+                for first, step in zip(itertools.count(start, per_step), zip(*pieces, strict=True), strict=False):
+                    if endless or len(step) > 1:  # elsewhere the plan says it
+                        everyone = self._everyone(order, first, stop)
+                    for piece, valid in step:
+                        # A rank without a sample reads one, of which no row is used: collating needs something.
+                        units = piece if len(piece) else [order[start]]
+                        ids, kept = units, valid
+                        if whole:
+                            ids = [index for batch in units for index in batch]
+                            kept = sum(map(len, units[:valid]))
+                        given.append(BatchInfo(epoch, ids, kept, empty=units is not piece, everyone=everyone))
+                        # A batch is asked for as the user's batch sampler made it, if it is one.
+                        untouched = single or (whole and len(units) == 1)
+                        yield BatchRequest(iteration, epoch, units[0] if untouched else ids)
 
-    def _counted(
-        self, order: Sequence[Any], span: Span, given: deque[BatchInfo], iteration: tuple[int, int]
-    ) -> Iterator[BatchRequest]:
-        """The requests of batches, each with a note of the samples of all ranks in its step."""
+    def _everyone(self, order: Sequence[Any], first: int, stop: int) -> int:
+        """Samples that all ranks are given in the step that begins with a unit."""
         plan = self.plans[0]
-        pieces = [each.pieces(order, span.start, span.stop) for each in self.plans]
-        for number, step in enumerate(zip(*pieces, strict=True)):
-            first = span.start + number * plan.per_step
-            used = plan.used(min(span.stop - first, plan.per_step))
-            batches = [order[at % len(order)] for at in range(first, first + used)] if self.whole else []
-            everyone = sum(map(len, batches)) if self.whole else used
-            for piece, valid in step:
-                # A rank without a sample reads one, of which no row is used: collating needs something.
-                units = piece if len(piece) else [order[span.start]]
-                if self.whole:
-                    ids: Sequence[Any] = [index for batch in units for index in batch]
-                    kept = sum(map(len, units[:valid]))
-                else:
-                    ids, kept = list(units), valid
-                given.append(BatchInfo(span.epoch, ids, kept, empty=not len(piece), everyone=everyone))
-                # A batch is asked for as the user's batch sampler made it, if it is one.
-                untouched = self.single or (self.whole and len(units) == 1)
-                yield BatchRequest(iteration, span.epoch, units[0] if untouched else ids)
-
-    def _plain(
-        self, order: Sequence[Any], span: Span, given: deque[BatchInfo], iteration: tuple[int, int]
-    ) -> Iterator[BatchRequest]:
-        """Fast path for the common case."""
-        note, epoch, instead = given.append, span.epoch, [order[span.start]] if span.start < len(order) else []
-        for piece, valid in self.plans[0].pieces(order, span.start, span.stop):
-            if len(piece):
-                note(BatchInfo(epoch, piece, valid))
-                yield BatchRequest(iteration, epoch, piece)
-            else:
-                note(BatchInfo(epoch, instead, 0, empty=True))
-                yield BatchRequest(iteration, epoch, instead)
+        used = plan.used(min(stop - first, plan.per_step))
+        return sum(len(order[at % len(order)]) for at in range(first, first + used)) if self.whole else used
 
 
 def name_samples(error: Exception, given: deque[BatchInfo], rank: int) -> None:

@@ -16,7 +16,7 @@ from weft.data.order.compare_order import compare_order
 from weft.data.order.endless_order import EndlessOrder
 from weft.data.order.epoch_order import EpochOrder
 from weft.data.order.loader_place import LoaderPlace
-from weft.data.split.map_samples import BatchInfo, SharedEpoch, StreamMark
+from weft.data.split.map_samples import BatchInfo, StreamMark
 from weft.data.split.real_batches import ShareCheck
 from weft.data.split.split_plan import UNKNOWN, Span, SplitPlan
 from weft.data.split.stream_samples import StreamSteps
@@ -61,14 +61,12 @@ class ReadPlan:
 
     Attributes:
         plan: Of this rank.
-        readers: The plans of all ranks this one reads for: its own; with "dispatch" all, or none.
         units: Of a map-style dataset.
         stream: Of an iterable one.
         seed: Of the order.
         single: `batch_size=None`: every unit is a batch.
         with_ids: Whether the user gets `SampleIds` with each batch.
         uneven_ranks: How ranks with different numbers of batches come together; None: they have the same.
-        epochs: The number of the epoch, for workers.
         split_for: Ranks among which the data was split by somebody else; None: weft does.
         scattered: Rank 0 reads for all ranks, and sends.
         total: Units of an epoch, where that is always the same; None: see `units`, or unknown.
@@ -83,25 +81,31 @@ class ReadPlan:
     """
 
     plan: SplitPlan
-    readers: tuple[SplitPlan, ...]
     units: EpochOrder | None
-    stream: StreamSteps | None
     seed: int
     single: bool
     with_ids: bool
     keyed: bool
     uneven_ranks: UnevenRanks | None
-    epochs: SharedEpoch
     split_for: int | None
     place: LoaderPlace
     serial: int
     shares: ShareCheck
+    stream: StreamSteps | None = None
     scattered: bool = False
     total: int | None = None
     whole: bool = False
     resized: Literal["error", "next_epoch"] = "error"
     mixture: str | None = None
     marks: deque[StreamMark] = field(default_factory=lambda: deque(maxlen=_KEPT_MARKS))
+
+    @property
+    def readers(self) -> tuple[SplitPlan, ...]:
+        """The plans of all ranks that this one reads for: its own; where rank 0 reads for all, theirs, or none."""
+        if not self.scattered:
+            return (self.plan,)
+        reads_here = self.units is not None or self.stream is not None
+        return tuple(self.plan._replace(rank=each) for each in range(self.plan.size)) if reads_here else ()
 
     def mark(self, place: Span) -> StreamMark | None:
         """What is known of the place where a part of a stream begins."""
@@ -184,10 +188,9 @@ class ReadPlan:
         return own if self.uneven_ranks is None else self.uneven_ranks.steps(own, spans[-1].start // self.plan.per_step)
 
     @property
-    def length_known(self) -> bool:
-        """Whether all ranks know how many units an epoch has."""
-        known = self.total is not None or self.units is not None
-        return known and self.split_for is None and not (self.scattered and self.total is None)
+    def is_sized(self) -> bool:
+        """Whether this rank knows how many units an epoch has, and all ranks that read the same do."""
+        return self.total is not None or (self.units is not None and not self.scattered)
 
     def used(self, left: Span) -> dict[str, int]:
         """How much of an epoch is used, of which this is left."""
@@ -210,8 +213,7 @@ class ReadPlan:
 
     def planned(self, todo: tuple[Span, ...]) -> Callable[[int], Size] | None:
         """The size of each batch of an iteration before it is read; None where only reading shows it, on all ranks."""
-        unknown = self.total is None and (self.units is None or self.scattered)
-        if self.single or unknown or (self.scattered and self.whole) or todo[-1].stop == UNKNOWN:
+        if self.single or not self.is_sized or (self.scattered and self.whole) or todo[-1].stop == UNKNOWN:
             return None
         plan, units_of, alone = self.plan, self.units, self.alone
         order_of = functools.cache(lambda epoch: units_of.order(self.seed, epoch) if units_of else ())
@@ -222,11 +224,11 @@ class ReadPlan:
                 return 0, None if alone else 0
             units, everyone = part.stop - part.start, plan.used(part.stop - part.start)
             own = plan.full_share[1] if everyone == plan.per_step else plan.share(units)[1]
-            if plan.costs is not None:
-                own = sum(len(piece) for piece, _ in plan.pieces(order_of(part.epoch), part.start, part.stop))
-            if self.whole:
+            if plan.costs is not None or self.whole:
                 order = order_of(part.epoch)
-                own = sum(sum(map(len, piece)) for piece, _ in plan.pieces(order, part.start, part.stop))
+                ((piece, _),) = plan.pieces(order, part.start, part.stop)
+                own = sum(map(len, piece)) if self.whole else len(piece)
+            if self.whole:
                 everyone = sum(len(order[unit % len(order)]) for unit in range(part.start, part.start + everyone))
             return own, None if alone else everyone
 

@@ -36,7 +36,7 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
         fields["worker_init_fn"] = WorkerStart(loader.worker_init_fn, seed, epoch, rank, os.getpid() if elastic else 0)
     if reading.stream is not None:
         stream = copy.copy(reading.stream)
-        stream.dataset, stream.seed = loader.dataset, reading.seed
+        stream.dataset, stream.plans, stream.seed = loader.dataset, reading.readers, reading.seed
         stream.resumed = reading.mark(spans[-1]) if start else None
         stream.worker_start = fields["worker_init_fn"] if loader.num_workers else None
         fields |= {"dataset": stream, "batch_sampler": None, "drop_last": False}
