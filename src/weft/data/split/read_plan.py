@@ -222,13 +222,11 @@ class ReadPlan:
             part = plan.step_at(todo, step)
             if part is None:  # others have more
                 return 0, None if alone else 0
-            units, everyone = part.stop - part.start, plan.used(part.stop - part.start)
-            own = plan.full_share[1] if everyone == plan.per_step else plan.share(units)[1]
-            if plan.costs is not None or self.whole:
-                order = order_of(part.epoch)
-                ((piece, _),) = plan.pieces(order, part.start, part.stop)
-                own = sum(map(len, piece)) if self.whole else len(piece)
+            order = order_of(part.epoch) if self.whole or plan.costs is not None else range(part.stop)
+            ((piece, _),) = plan.pieces(order, part.start, part.stop)
+            own, everyone = len(piece), plan.used(part.stop - part.start)
             if self.whole:
+                own = sum(map(len, piece))
                 everyone = sum(len(order[unit % len(order)]) for unit in range(part.start, part.start + everyone))
             return own, None if alone else everyone
 

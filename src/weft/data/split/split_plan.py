@@ -62,11 +62,6 @@ class SplitPlan(NamedTuple):
         return self.per_rank * self.size if self.step_units is None else self.step_units
 
     @property
-    def full_share(self) -> tuple[int, int]:
-        """First unit, and number of units, that this rank gets of a full step."""
-        return (self.rank * self.per_rank, self.per_rank) if self.step_units is None else self.share(self.step_units)
-
-    @property
     def allows_empty(self) -> bool:
         """Whether a rank may get a batch without rows."""
         return self.uneven in ("empty", "join")
@@ -122,7 +117,7 @@ class SplitPlan(NamedTuple):
             yield from self._of_equal_cost(order, start, stop, self.costs)
             return
         full, rest = divmod(stop - start, self.per_step)
-        mine, whole = self.full_share
+        mine, whole = self.share(self.per_step)
         for first in range(start + mine, start + full * self.per_step, self.per_step):
             yield order[first : first + whole], whole
         if self.rest_counts(rest):
@@ -145,7 +140,7 @@ class SplitPlan(NamedTuple):
             yield piece, len(piece)
 
     def share(self, rest: int) -> tuple[int, int]:
-        """First unit, and number of units, that this rank gets of an incomplete step of `rest` units."""
+        """First unit, and number of units, that this rank gets of a step of `rest` units."""
         if self.uneven == "pad":
             first = min(self.rank * self.per_rank, rest)
             return (self.rank * self.per_rank, min(rest - first, self.per_rank))

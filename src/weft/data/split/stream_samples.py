@@ -33,14 +33,7 @@ from weft.data.order.epoch_order import generators_of
 from weft.data.order.sample_digest import ReadDigest, is_compared, next_looked_at
 from weft.data.order.stream_state import StreamState
 from weft.data.order.tell_epoch import tell_epoch
-from weft.data.split.map_samples import (
-    BatchInfo,
-    FetchedSamples,
-    StreamMark,
-    WorkerStart,
-    at_sample,
-    seed_worker,
-)
+from weft.data.split.map_samples import BatchInfo, FetchedSamples, StreamMark, WorkerStart, at_sample, seed_worker
 from weft.data.split.real_batches import CountedCollate, OddBatch
 from weft.data.split.split_plan import UNKNOWN, Span, SplitPlan, warn_of_no_step
 from weft.errors import ContractError, value_error
@@ -309,14 +302,12 @@ class _StreamReader:
         size, position = self.plan.per_step, self.start
         samples = self._samples()
         ahead = self._read(samples, 1, position)
-        for index in itertools.count():
-            if not ahead:
-                break
+        while ahead:
             chunk = ahead + self._read(samples, size - 1, position + 1)
-            mine = index % stride == place
+            mine = (position - self.start) // size % stride == place
             mark = self._mark(position + size) if mine else None
-            if self.plan.uneven == "pad" and len(self.begin) < size and not self.start:
-                self.begin += chunk[: size - len(self.begin)]
+            if self.plan.uneven == "pad" and position == 0:
+                self.begin = chunk
             ahead = self._read(samples, 1, position + size) if len(chunk) == size else []
             if not ahead:
                 rest = len(chunk) % size
@@ -398,21 +389,16 @@ class _StreamReader:
         return StreamMark(self.number, samples, None, None if owner.seekable else self.digest.last, new)
 
     def _step(self, chunk: list[Any], position: int, mark: StreamMark | None, *, last: bool) -> StreamStep:
-        parts, given = [], []
+        parts, given, total = [], [], position + len(chunk)
         for plan in self.owner.plans:
-            first, count = plan.share(len(chunk))
-            part = chunk[first : first + count]
-            ids: Sequence[int] = range(position + first, position + first + count)
-            if plan.uneven == "pad" and count < plan.per_rank:
-                total = position + len(chunk)
-                begin = self._beginning(total)
-                repeated = [(first + i - len(chunk)) % total for i in range(count, plan.per_rank)]
-                part = part + [begin[i] for i in repeated]
-                ids = [*ids, *repeated]
-            empty = not part
-            parts.append(chunk[:1] if empty else part)
-            everyone = plan.used(len(chunk))
-            given.append(BatchInfo(self.number, [position] if empty else ids, count, empty, last, mark, everyone))
+            ((ids, valid),) = plan.pieces(range(total), position, total)
+            if isinstance(ids, range):
+                part = chunk[ids.start - position : ids.stop - position]
+            else:  # the first samples of the epoch come again
+                part = [chunk[i - position] if i >= position else self._beginning(total)[i] for i in ids]
+            parts.append(part or chunk[:1])
+            info = BatchInfo(self.number, ids or [position], valid, not part, last, mark, plan.used(len(chunk)))
+            given.append(info)
         return StreamStep(parts, given)
 
     def _beginning(self, total: int) -> list[Any]:
