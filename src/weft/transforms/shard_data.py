@@ -20,9 +20,9 @@ from weft.data.order.loader_place import place_of
 from weft.data.split.loader_checks import (
     by_epochs,
     check_balance,
-    check_divisible,
     check_loader,
     check_uneven,
+    samples_per_rank,
     warn_of_no_steps,
 )
 from weft.data.split.read_plan import DataPlan, ReadPlan, is_stock
@@ -193,7 +193,7 @@ def shard_data(
     own_seed = _seed_of(source, loader, ctx) if seed is None else seed
     place = place_of(ctx.world, loader.dataset, source, seed=own_seed, given=seed is not None)
     chosen = place.seed
-    per_rank = 1 if whole or single else _per_rank(loader, mode, size * replicas)
+    per_rank = 1 if whole or single else samples_per_rank(loader, mode, size * replicas)
     alike = not dispatched and not already_sharded
     mixture = loader.dataset.fingerprint if alike and isinstance(loader.dataset, Mixture) else None
     if dispatched:  # rank 0 alone reads the data
@@ -247,14 +247,6 @@ def shard_data(
         warn_of_no_steps(total if uneven_ranks is None or not uneven_ranks.counts else max(uneven_ranks.counts), offer)
     watch_loop(copied, ctx)
     return copied, ctx.offering(offer)
-
-
-def _per_rank(loader: DataLoader[Any], mode: str, size: int) -> int:
-    batch_size = loader.batch_size or cast("Any", loader.batch_sampler).batch_size
-    if mode != "split":
-        return int(batch_size)
-    check_divisible(batch_size, size)
-    return int(batch_size) // size
 
 
 def _seed_of(source: Any, loader: DataLoader[Any], ctx: DistContext) -> int:

@@ -13,18 +13,20 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from weft.data.order.endless_order import EndlessOrder, parts_of
-from weft.data.order.epoch_order import EpochOrder
 from weft.data.order.tell_epoch import tell_epoch
-from weft.data.split.split_plan import Span, SplitPlan
+from weft.data.split.split_plan import Span
 from weft.environments import end_with_parent
 from weft.errors import listed
 from weft.rng import mix, seeded, seeds_for
 from weft.tensors.rng_state import RngState
+
+if TYPE_CHECKING:
+    from weft.data.split.read_plan import ReadPlan
 
 AS_PLANNED = -1  # samples in a batch: those that were asked for, as in most
 
@@ -237,37 +239,33 @@ class StepIndices(Sampler[Any]):
     """Yields the requests of one rank (or, for dispatch, of all in turn), in the order of the epochs.
 
     Attributes:
-        single: `batch_size=None`: a unit is read alone.
-        iteration: Number of the iteration that begins now, among those of one set of workers.
-        reading: What an iterator that is made now yields.
+        spans: What an iterator that is made now yields.
         given: Where it notes what it asked for.
+        iteration: Number of the iteration that begins now, among those of one set of workers.
     """
 
-    units: EpochOrder
-    plans: Sequence[SplitPlan]
-    whole: bool
-    single: bool
-    seed: int
-    reading: Sequence[Span]
+    reading: ReadPlan
+    spans: Sequence[Span]
     given: deque[BatchInfo]
     iteration: int = 0
 
     def __iter__(self) -> Iterator[Any]:
-        return self._requests(self.reading, self.given)  # of now, not of the moment when the first is asked for
+        return self._requests(self.spans, self.given)  # of now, not of the moment when the first is asked for
 
     def _requests(self, spans: Sequence[Span], given: deque[BatchInfo]) -> Iterator[BatchRequest]:
-        iteration, whole, single = (self.iteration, spans[-1].epoch), self.whole, self.single
+        reading, iteration = self.reading, (self.iteration, spans[-1].epoch)
+        plans, per_step, whole, single = reading.readers, reading.plan.per_step, reading.whole, reading.single
         for whole_span in spans:
-            order = self.units.order(self.seed, whole_span.epoch)
-            endless, per_step = isinstance(order, EndlessOrder), self.plans[0].per_step
+            order = reading.order(whole_span.epoch)
+            endless = isinstance(order, EndlessOrder)
             for epoch, start, stop in parts_of(order, whole_span, per_step):
                 if endless:
-                    self.plans[0].check(stop - start, "batches" if whole else "samples")
-                pieces = [each.pieces(order, start, stop) for each in self.plans]
+                    reading.plan.check(stop - start, "batches" if whole else "samples")
+                pieces = [each.pieces(order, start, stop) for each in plans]
                 everyone: int | None = None
                 for first, step in zip(itertools.count(start, per_step), zip(*pieces, strict=True), strict=False):
                     if endless or len(step) > 1:  # elsewhere the plan says it
-                        everyone = self._everyone(order, first, stop)
+                        everyone = reading.samples_of_all(order, first, min(stop, first + per_step))
                     for piece, valid in step:
                         # A rank without a sample reads one, of which no row is used: collating needs something.
                         units = piece if len(piece) else [order[start]]
@@ -279,12 +277,6 @@ class StepIndices(Sampler[Any]):
                         # A batch is asked for as the user's batch sampler made it, if it is one.
                         untouched = single or (whole and len(units) == 1)
                         yield BatchRequest(iteration, epoch, units[0] if untouched else ids)
-
-    def _everyone(self, order: Sequence[Any], first: int, stop: int) -> int:
-        """Samples that all ranks are given in the step that begins with a unit."""
-        plan = self.plans[0]
-        used = plan.used(min(stop - first, plan.per_step))
-        return sum(len(order[at % len(order)]) for at in range(first, first + used)) if self.whole else used
 
 
 def name_samples(error: Exception, given: deque[BatchInfo], rank: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +106,16 @@ class ReadPlan:
         reads_here = self.units is not None or self.stream is not None
         return tuple(self.plan._replace(rank=each) for each in range(self.plan.size)) if reads_here else ()
 
+    def order(self, epoch: int) -> Sequence[Any]:
+        """The units of an epoch, where they have an order."""
+        assert self.units is not None
+        return self.units.order(self.seed, epoch)
+
+    def samples_of_all(self, order: Sequence[Any], start: int, stop: int) -> int:
+        """Samples that all ranks together are given in a step with these units."""
+        used = self.plan.used(stop - start)
+        return sum(len(order[unit % len(order)]) for unit in range(start, start + used)) if self.whole else used
+
     def mark(self, place: Span) -> StreamMark | None:
         """What is known of the place where a part of a stream begins."""
         return next((each for each in reversed(self.marks) if each[:2] == place[:2]), None)
@@ -164,7 +173,7 @@ class ReadPlan:
         if self.units is None:
             return todo
         self.units.keep([span.epoch for span in todo])
-        found = tuple(span._replace(stop=len(self.units.order(self.seed, span.epoch))) for span in todo)
+        found = tuple(span._replace(stop=len(self.order(span.epoch))) for span in todo)
         for span in found:
             if span.stop not in (UNKNOWN, self.total):  # which was checked at set-up
                 self.plan.check(max(span.stop - span.start, 0), "batches" if self.whole else "samples")
@@ -196,7 +205,7 @@ class ReadPlan:
         """How much of an epoch is used, of which this is left."""
         if not self.whole or self.units is None or self.scattered:
             return {"batches" if self.whole else "samples": left.start}
-        order = self.units.order(self.seed, left.epoch) if left.start else ()
+        order = self.order(left.epoch) if left.start else ()
         if isinstance(order, EndlessOrder):
             return {"batches": left.start}
         return {"samples": sum(map(len, order[: left.start])), "batches": left.start}
@@ -215,20 +224,16 @@ class ReadPlan:
         """The size of each batch of an iteration before it is read; None where only reading shows it, on all ranks."""
         if self.single or not self.is_sized or (self.scattered and self.whole) or todo[-1].stop == UNKNOWN:
             return None
-        plan, units_of, alone = self.plan, self.units, self.alone
-        order_of = functools.cache(lambda epoch: units_of.order(self.seed, epoch) if units_of else ())
+        plan, alone = self.plan, self.alone
 
         def size(step: int) -> Size:
             part = plan.step_at(todo, step)
             if part is None:  # others have more
                 return 0, None if alone else 0
-            order = order_of(part.epoch) if self.whole or plan.costs is not None else range(part.stop)
+            order = self.order(part.epoch) if self.whole or plan.costs is not None else range(part.stop)
             ((piece, _),) = plan.pieces(order, part.start, part.stop)
-            own, everyone = len(piece), plan.used(part.stop - part.start)
-            if self.whole:
-                own = sum(map(len, piece))
-                everyone = sum(len(order[unit % len(order)]) for unit in range(part.start, part.start + everyone))
-            return own, None if alone else everyone
+            own = sum(map(len, piece)) if self.whole else len(piece)
+            return own, None if alone else self.samples_of_all(order, part.start, part.stop)
 
         return size
 

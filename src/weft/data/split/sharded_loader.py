@@ -245,7 +245,7 @@ class ShardedLoader(Extension[T]):
         self.__dict__["weft_now"] = (spans, arrivals)
         indices = self.__dict__.get("weft_indices")
         if indices is not None:  # workers that stay keep reading it
-            indices.seed, indices.reading, indices.given = self.weft_reading.seed, spans, arrivals.asked
+            indices.spans, indices.given = spans, arrivals.asked
             indices.iteration += 1
         torch_internals.LOADER_ITERATES.check()  # it calls ours
         if _has_own_state(type(self)):

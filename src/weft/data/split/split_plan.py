@@ -15,12 +15,11 @@ units. The step is still that span of the order, so a position means the same at
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 from weft.data.equal_cost import Costs, equal_shares
-from weft.errors import message, value_error
+from weft.errors import value_error, warn
 
 U = TypeVar("U")
 Uneven = Literal["balance", "empty", "pad", "drop", "error", "join"]
@@ -168,14 +167,11 @@ class SplitPlan(NamedTuple):
             )
 
 
-def warn_of_no_step(what: str, found: str, *, stacklevel: int) -> None:
+def warn_of_no_step(what: str, found: str) -> None:
     """Warn that a loop over the loader does nothing, because an epoch has no step."""
-    warnings.warn(
-        message(
-            f"shard_data: {what}, a loop over the loader does nothing",
-            found=found,
-            expected="enough for one step on every rank",
-            fix='a smaller batch_size; or drop_last=False and weft.shard_data(loader, ctx, uneven="empty")',
-        ),
-        stacklevel=stacklevel + 1,
+    warn(
+        f"shard_data: {what}, a loop over the loader does nothing",
+        found=found,
+        expected="enough for one step on every rank",
+        fix='a smaller batch_size; or drop_last=False and weft.shard_data(loader, ctx, uneven="empty")',
     )

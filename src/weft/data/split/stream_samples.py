@@ -326,7 +326,7 @@ class _StreamReader:
         self.plan.check(rest, f"the stream, {total} samples long,")
         if total == rest > 0 and not self.plan.rest_counts(rest):
             found = f"{total} samples for {self.plan.size} ranks x {self.plan.per_rank}"
-            warn_of_no_step("the stream ended before there was a step", found, stacklevel=2)
+            warn_of_no_step("the stream ended before there was a step", found)
 
     def _samples(self) -> Iterator[Any]:
         dataset, owner = self.owner.dataset, self.owner
