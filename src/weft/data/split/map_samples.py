@@ -58,9 +58,9 @@ class BatchInfo(NamedTuple):
         ids: Of its samples: indices into the dataset, or numbers in the stream.
         valid: How many of them, from the first on, are no repetition.
         empty: One sample was read although this rank gets none: no row of it counts.
+        everyone: Samples that all ranks are given in this step; None where the plan says so, or nobody knows.
         last: Of a stream: nothing comes after it.
         mark: Of a stream that is read from its beginning: where it stands after the samples of this step.
-        everyone: Samples that all ranks are given in this step; None where the plan says so, or nobody knows.
         held: Samples that are in it; `AS_PLANNED`: as many as were asked for; None: they cannot be counted.
         left_out: Samples that are not in it, and not among `ids`.
         orders: Of data that rank 0 reads for all: what a position says of the order, in this epoch and at the next.
@@ -70,9 +70,9 @@ class BatchInfo(NamedTuple):
     ids: Sequence[Any]
     valid: int
     empty: bool = False
+    everyone: int | None = None
     last: bool = False
     mark: StreamMark | None = None
-    everyone: int | None = None
     held: int | None = AS_PLANNED
     left_out: int = 0
     orders: Sequence[dict[str, Any]] = ()
@@ -253,7 +253,7 @@ class StepIndices(Sampler[Any]):
         return self._requests(self.spans, self.given)  # of now, not of the moment when the first is asked for
 
     def _requests(self, spans: Sequence[Span], given: deque[BatchInfo]) -> Iterator[BatchRequest]:
-        reading, iteration = self.reading, (self.iteration, spans[-1].epoch)
+        reading, iteration, note = self.reading, (self.iteration, spans[-1].epoch), given.append
         plans, per_step, whole, single = reading.readers, reading.plan.per_step, reading.whole, reading.single
         for whole_span in spans:
             order = reading.order(whole_span.epoch)
@@ -273,7 +273,7 @@ class StepIndices(Sampler[Any]):
                         if whole:
                             ids = [index for batch in units for index in batch]
                             kept = sum(map(len, units[:valid]))
-                        given.append(BatchInfo(epoch, ids, kept, empty=units is not piece, everyone=everyone))
+                        note(BatchInfo(epoch, ids, kept, units is not piece, everyone))
                         # A batch is asked for as the user's batch sampler made it, if it is one.
                         untouched = single or (whole and len(units) == 1)
                         yield BatchRequest(iteration, epoch, units[0] if untouched else ids)

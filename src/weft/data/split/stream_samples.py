@@ -93,6 +93,7 @@ class StreamSteps(IterableDataset[StreamStep]):
         total: Its length; None if it does not tell.
         rank: Of this process.
         number: Of the loader, the same on all ranks.
+        seekable: Whether it can begin anywhere.
         plans: Of the ranks that it is read for.
         seed: Of the order.
         resumed: Where a run goes on that was interrupted there.
@@ -109,7 +110,7 @@ class StreamSteps(IterableDataset[StreamStep]):
         self, dataset: Any, total: int | None, rank: int, number: int, *, keyed: bool, workers_stay: bool
     ) -> None:
         self.dataset, self.total, self.rank, self.number, self.keyed = dataset, total, rank, number, keyed
-        self.stateful = has_state(dataset)
+        self.seekable, self.stateful = isinstance(dataset, SeekableStream), has_state(dataset)
         self.begin_state = copy.deepcopy(dataset.state_dict()) if self.stateful else None
         # Who can be put somewhere else knows what has to be put back for that.
         kept = isinstance(dataset, (SeekableStream, Stateful, IterDataPipe))
@@ -124,11 +125,6 @@ class StreamSteps(IterableDataset[StreamStep]):
     def begin(self, span: Span) -> None:
         """Let the next iteration, also in workers that outlive one, be over this."""
         self._now[0], self._now[1] = span.epoch, span.start
-
-    @property
-    def seekable(self) -> bool:
-        """Whether it can begin anywhere."""
-        return isinstance(self.dataset, SeekableStream)
 
     @property
     def selective(self) -> bool:
@@ -182,7 +178,7 @@ class StreamSteps(IterableDataset[StreamStep]):
                 if len(part) < len(ids):
                     raise _untrue_length(ids[len(part)], total)
                 parts.append(part)
-                given.append(BatchInfo(number, ids, valid, not piece, index == last, everyone=everyone))
+                given.append(BatchInfo(number, ids, valid, not piece, everyone, index == last))
             yield StreamStep(parts, given)
 
     def compare(self, mark: StreamMark, seen: dict[int, str], world: World | None) -> None:
@@ -397,8 +393,8 @@ class _StreamReader:
             else:  # the first samples of the epoch come again
                 part = [chunk[i - position] if i >= position else self._beginning(total)[i] for i in ids]
             parts.append(part or chunk[:1])
-            info = BatchInfo(self.number, ids or [position], valid, not part, last, mark, plan.used(len(chunk)))
-            given.append(info)
+            everyone = plan.used(len(chunk))
+            given.append(BatchInfo(self.number, ids or [position], valid, not part, everyone, last, mark))
         return StreamStep(parts, given)
 
     def _beginning(self, total: int) -> list[Any]:
