@@ -440,8 +440,7 @@ def _iterates_itself(cls: type[Any]) -> bool:
 
 def _has_own_state(cls: type[Any]) -> bool:
     """Whether the user's class of loader had a state before weft gave it one (torchdata's has)."""
-    owners = [base for base in cls.__mro__ if "load_state_dict" in vars(base)]
-    return len(owners) > 1
+    return any("load_state_dict" in vars(base) for base in cls.__mro__ if not issubclass(base, Extension))
 
 
 def sharded_copy(loader: DataLoader[T], reading: ReadPlan, ctx: DistContext) -> ShardedLoader[T]:

@@ -94,6 +94,8 @@ class _ShardedWindowLoader(_WindowLoader):
     @override
     def __len__(self) -> int:
         """Windows of an epoch, with what is carried over into it, whether some of it are read already or not."""
+        if self.__dict__.get("weft_inside"):  # the user's `__iter__` asks how many batches it yields
+            return super(_WindowLoader, self).__len__()
         batches = _sharded(super()).weft_lengths()[1]
         return self.weft_splitter.count(super(_WindowLoader, self).__len__() if batches is None else batches)
 
