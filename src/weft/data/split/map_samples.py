@@ -1,7 +1,7 @@
 """What a loader's own machinery reads from: map-style datasets, and what is put around any dataset.
 
 The `DataLoader` of torch does the work: workers, collating, pinning. It is handed a view of the user's
-loader in which dataset and sampler are those of this file or of streams.py. What was asked for is noted
+loader in which dataset and sampler are those of this file or of stream_samples.py. What was asked for is noted
 in a queue (`BatchInfo`), so that it is known which samples each batch holds.
 """
 
@@ -254,18 +254,19 @@ class StepIndices(Sampler[Any]):
 
     def _requests(self, spans: Sequence[Span], given: deque[BatchInfo]) -> Iterator[BatchRequest]:
         reading, iteration, note = self.reading, (self.iteration, spans[-1].epoch), given.append
-        plans, per_step, whole, single = reading.readers, reading.plan.per_step, reading.whole, reading.single
+        plans, whole, single = reading.readers, reading.whole, reading.single
+        per_step = plans[0].per_step
         for whole_span in spans:
             order = reading.order(whole_span.epoch)
             endless = isinstance(order, EndlessOrder)
             for epoch, start, stop in parts_of(order, whole_span, per_step):
                 if endless:
-                    reading.plan.check(stop - start, "batches" if whole else "samples")
+                    plans[0].check(stop - start, "batches" if whole else "samples")
                 pieces = [each.pieces(order, start, stop) for each in plans]
                 everyone: int | None = None
                 for first, step in zip(itertools.count(start, per_step), zip(*pieces, strict=True), strict=False):
                     if endless or len(step) > 1:  # elsewhere the plan says it
-                        everyone = reading.samples_of_all(order, first, min(stop, first + per_step))
+                        everyone = reading.samples_of_all(plans[0], order, first, min(stop, first + per_step))
                     for piece, valid in step:
                         # A rank without a sample reads one, of which no row is used: collating needs something.
                         units = piece if len(piece) else [order[start]]

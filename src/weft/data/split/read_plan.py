@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -111,9 +111,9 @@ class ReadPlan:
         assert self.units is not None
         return self.units.order(self.seed, epoch)
 
-    def samples_of_all(self, order: Sequence[Any], start: int, stop: int) -> int:
-        """Samples that all ranks together are given in a step with these units."""
-        used = self.plan.used(stop - start)
+    def samples_of_all(self, plan: SplitPlan, order: Sequence[Any], start: int, stop: int) -> int:
+        """Samples that all ranks of a plan together are given in a step with these units."""
+        used = plan.used(stop - start)
         return sum(len(order[unit % len(order)]) for unit in range(start, start + used)) if self.whole else used
 
     def mark(self, place: Span) -> StreamMark | None:
@@ -230,10 +230,11 @@ class ReadPlan:
             part = plan.step_at(todo, step)
             if part is None:  # others have more
                 return 0, None if alone else 0
-            order = self.order(part.epoch) if self.whole or plan.costs is not None else range(part.stop)
+            has_sizes = self.whole or plan.costs is not None
+            order = self.order(part.epoch) if has_sizes else cast("Sequence[Any]", range(part.stop))
             ((piece, _),) = plan.pieces(order, part.start, part.stop)
             own = sum(map(len, piece)) if self.whole else len(piece)
-            return own, None if alone else self.samples_of_all(order, part.start, part.stop)
+            return own, None if alone else self.samples_of_all(plan, order, part.start, part.stop)
 
         return size
 
