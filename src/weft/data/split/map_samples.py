@@ -7,7 +7,6 @@ in a queue (`BatchInfo`), so that it is known which samples each batch holds.
 
 from __future__ import annotations
 
-import itertools
 import operator
 import os
 from collections import deque
@@ -259,25 +258,26 @@ class StepIndices(Sampler[Any]):
         for whole_span in spans:
             order = reading.order(whole_span.epoch)
             endless = isinstance(order, EndlessOrder)
+            counted = endless or len(plans) > 1  # elsewhere the plan says how many samples all ranks get
             for epoch, start, stop in parts_of(order, whole_span, per_step):
                 if endless:
                     plans[0].check(stop - start, "batches" if whole else "samples")
                 pieces = [each.pieces(order, start, stop) for each in plans]
                 everyone: int | None = None
-                for first, step in zip(itertools.count(start, per_step), zip(*pieces, strict=True), strict=False):
-                    if endless or len(step) > 1:  # elsewhere the plan says it
+                for number, step in enumerate(zip(*pieces, strict=True)):
+                    if counted:
+                        first = start + number * per_step
                         everyone = reading.samples_of_all(plans[0], order, first, min(stop, first + per_step))
                     for piece, valid in step:
                         # A rank without a sample reads one, of which no row is used: collating needs something.
                         units = piece if len(piece) else [order[start]]
-                        ids, kept = units, valid
+                        ids, kept, asked = units, valid, units[0] if single else units
                         if whole:
                             ids = [index for batch in units for index in batch]
                             kept = sum(map(len, units[:valid]))
+                            asked = units[0] if len(units) == 1 else ids  # one is left as the user's sampler made it
                         note(BatchInfo(epoch, ids, kept, units is not piece, everyone))
-                        # A batch is asked for as the user's batch sampler made it, if it is one.
-                        untouched = single or (whole and len(units) == 1)
-                        yield BatchRequest(iteration, epoch, units[0] if untouched else ids)
+                        yield BatchRequest(iteration, epoch, asked)
 
 
 def name_samples(error: Exception, given: deque[BatchInfo], rank: int) -> None:

@@ -200,13 +200,14 @@ class ShardedLoader(Extension[T]):
             read = reading.uneven_ranks.batches(read, spans[-1], ctx)
         elif not (reading.with_ids or reading.plan.allows_empty):
             return read
-        return map(self._completed, read)
+        return self._completed(read)
 
-    def _completed(self, pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:
-        reading, (batch, given) = self.weft_reading, pair
-        if given.empty:
-            batch = without_rows(batch, rows_of(batch) or 1 if reading.single else len(given.ids))
-        return (batch, _sample_ids(given)) if reading.with_ids else batch, given
+    def _completed(self, read: Iterator[tuple[Any, BatchInfo]]) -> Iterator[tuple[Any, BatchInfo]]:
+        single, with_ids = self.weft_reading.single, self.weft_reading.with_ids
+        for batch, given in read:
+            if given.empty:
+                batch = without_rows(batch, rows_of(batch) or 1 if single else len(given.ids))  # noqa: PLW2901
+            yield (batch, _sample_ids(given)) if with_ids else batch, given
 
     def _own(self, spans: tuple[Span, ...]) -> Iterator[tuple[Any, BatchInfo]]:
         reading = self.weft_reading

@@ -387,10 +387,11 @@ class _StreamReader:
     def _step(self, chunk: list[Any], position: int, mark: StreamMark | None, *, last: bool) -> StreamStep:
         parts, given, total = [], [], position + len(chunk)
         for plan in self.owner.plans:
-            ((ids, valid),) = plan.pieces(range(total), position, total)
-            if isinstance(ids, range):
-                part = chunk[ids.start - position : ids.stop - position]
-            else:  # the first samples of the epoch come again
+            first, valid = plan.share(len(chunk))
+            part = chunk[first : first + valid]
+            ids: Sequence[int] = range(position + first, position + first + valid)
+            if plan.uneven == "pad" and valid < plan.per_rank:  # the first samples of the epoch come again
+                ((ids, _),) = plan.pieces(range(total), position, total)
                 part = [chunk[i - position] if i >= position else self._beginning(total)[i] for i in ids]
             parts.append(part or chunk[:1])
             everyone = plan.used(len(chunk))
