@@ -99,7 +99,7 @@ class ReadPlan:
     marks: deque[StreamMark] = field(default_factory=lambda: deque(maxlen=_KEPT_MARKS))
 
     @property
-    def readers(self) -> tuple[SplitPlan, ...]:
+    def readers(self) -> Sequence[SplitPlan]:
         """The plans of all ranks that this one reads for: its own; where rank 0 reads for all, theirs, or none."""
         if not self.scattered:
             return (self.plan,)
