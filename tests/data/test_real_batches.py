@@ -600,6 +600,24 @@ def test_loaders_that_keep_or_read_ahead_their_iterator(kind, workers):
     assert next(iter(original)).tolist() == [0, 1]  # it is as it was
 
 
+class _Doubled(DataLoader):
+    def __iter__(self):
+        batches = super().__iter__()
+        for _ in range(len(self)):
+            yield 2 * next(batches)
+
+
+@pytest.mark.parametrize("kind", [_MultiEpoch, _Lazy, _Own, _Ahead, _All, _Doubled])
+def test_windows_hold_the_batches_of_such_loaders(kind):
+    loader, ctx = weft.shard_data(kind(torch.arange(12), batch_size=2), fake(1, 2))
+    _, loader, _ = weft.accumulate_grads(torch.nn.Linear(1, 1), loader, ctx, steps=2)
+    factor = 2 if kind is _Doubled else 1
+    for _ in range(2):
+        assert len(loader) == loader.remaining == 2
+        found = [[batch.tolist() for batch in window] for window in loader]
+        assert found == [[[factor * i, factor * (i + 1)] for i in part] for part in ([2, 6], [10])]
+
+
 def test_a_loader_that_keeps_an_iterator_over_an_unknown_epoch_is_refused():
     class Endless(_MultiEpoch):
         def __init__(self, *args, **kwargs):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
+from weft.data.split.split_plan import SplitPlan
 from weft.errors import PeerError, WeftError, listed, type_error, value_error
 from weft.peers.agreement import exchange
 from weft.peers.liveness import exception_text
@@ -293,11 +294,9 @@ def split_between(value: T, ctx: DistContext, *, pad: bool = False) -> T:
             whole=lambda item: item is not value,
         )
     source: Any = value
-    total, size, rank = _length(value), ctx.data_size, ctx.data_rank
-    share, extra = divmod(total, size)
-    first = rank * share + min(rank, extra)
-    count = share + (1 if rank < extra else 0)
-    missing = share + (1 if extra else 0) - count if pad and total else 0
+    total = _length(value)
+    first, count = SplitPlan(ctx.data_rank, ctx.data_size, 1, drop_last=False, uneven="balance").share(total)
+    missing = -(-total // ctx.data_size) - count if pad else 0
     rows = [*range(first, first + count), *[total - 1] * missing]
     if callable(getattr(source, "select", None)) and hasattr(source, "column_names"):  # a Dataset of `datasets`
         return cast("T", source.select(rows if missing else range(first, first + count)))

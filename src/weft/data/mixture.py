@@ -82,13 +82,13 @@ def mix(
     if not isinstance(sources, Mapping) or not sources:
         found = "no source" if isinstance(sources, Mapping) else type(sources).__name__
         raise type_error("mix: sources cannot be used", found=found, expected="a dict of sources", fix=_FIX)
-    parts, weights = [], []
+    parts = []
     for name, pair in sources.items():
         if not isinstance(name, str) or not isinstance(pair, (tuple, list)) or len(pair) != 2:
             found, expected = f"{name!r}: {type(pair).__name__}", "by name, a pair of a dataset and its weight"
             raise type_error("mix: a source cannot be used", found=found, expected=expected, fix=_FIX)
-        parts.append(_MixedSource(name, pair[0]))
-        weights.append(_weight(name, pair[1]))
+        parts.append(_MixedSource(name, *pair))
+    weights = [part.weight for part in parts]
     if max(weights) > _MOST * min(weights):
         found, expected = f"{float(min(weights))} and {float(max(weights))}", "weights of like size"
         raise value_error("mix: a source would never be read", found=found, expected=expected, fix=_FIX)
@@ -104,7 +104,7 @@ def mix(
         cls = _SeekableMixture
     else:
         cls = _StreamMixture if "plain" in kinds else _StatefulMixture
-    return cls(parts, weights, seed, stop, shuffle=shuffle, with_names=with_names)
+    return cls(parts, seed, stop, shuffle=shuffle, with_names=with_names)
 
 
 def _weight(name: str, weight: Any) -> Fraction:
@@ -121,15 +121,14 @@ def _weight(name: str, weight: Any) -> Fraction:
 class _MixedSource:
     """One source, and how it is read."""
 
-    def __init__(self, name: str, dataset: Any) -> None:
-        self.name = name
-        self.dataset = dataset
-        self.kind = _kind(name, dataset)
-        self.length = length_of(dataset)
+    def __init__(self, name: str, dataset: Any, weight: Any) -> None:
+        self.name, self.dataset = name, dataset
+        self.kind, self.length = _kind(name, dataset), length_of(dataset)
         if self.length == 0 or (self.kind == "map" and self.length is None):
             found = f"{name!r}: {type(dataset).__name__} without {'samples' if self.length == 0 else 'a len'}"
             fix = f"sources.pop({name!r})" if self.length == 0 else "def __len__(self): return ...  # its samples"
             raise value_error("mix: a source cannot be used", found=found, expected="samples, and a length", fix=fix)
+        self.weight = _weight(name, weight)
         self.fetch = getattr(dataset, "__getitems__", None)
         self.begin: Any = copy.deepcopy(dataset.state_dict()) if self.kind == "stateful" else None
 
@@ -169,30 +168,23 @@ class Mixture(Dataset[Any]):
     """
 
     def __init__(
-        self,
-        sources: Sequence[_MixedSource],
-        weights: Sequence[Fraction],
-        seed: int,
-        stop: str,
-        *,
-        shuffle: bool,
-        with_names: bool,
+        self, sources: Sequence[_MixedSource], seed: int, stop: str, *, shuffle: bool, with_names: bool
     ) -> None:
         self.names = tuple(source.name for source in sources)
         self._sources, self._seed, self._stop, self._with_names = sources, seed, stop, with_names
         lengths = [source.length for source in sources]
         self.counts: dict[str, int] | None = None
         if stop != "never" and None not in lengths:
-            ends = [Fraction(length or 0) / weight for length, weight in zip(lengths, weights, strict=True)]
+            ends = [Fraction(source.length or 0) / source.weight for source in sources]
             end = min(ends) if stop == "first" else max(ends)
-            self.counts = {n: max(1, round(end * weight)) for n, weight in zip(self.names, weights, strict=True)}
+            self.counts = {source.name: max(1, round(end * source.weight)) for source in sources}
             self._rates = list(self.counts.values())
             if sum(self._rates) > _MOST:
                 found, fix = f"{sum(self._rates)} samples", 'weft.data.mix(sources, stop="never")'
                 raise value_error("mix: an epoch is too long", found=found, expected=f"at most {_MOST}", fix=fix)
         else:
-            unit = math.lcm(*(weight.denominator for weight in weights))
-            self._rates = [int(weight * unit) for weight in weights]
+            unit = math.lcm(*(source.weight.denominator for source in sources))
+            self._rates = [int(source.weight * unit) for source in sources]
         self.endless = stop == "never"
         self._shuffle = [shuffle and source.kind == "map" for source in sources]
         self.epoch = 0
@@ -231,10 +223,9 @@ class Mixture(Dataset[Any]):
 
     def _order_of(self, epoch: int) -> MixedOrder:
         if epoch not in self._orders:
-            lengths, endless = [source.length or 0 for source in self._sources], self.counts is None
-            order = MixedOrder(
-                self.names, self._rates, lengths, self._shuffle, endless=endless, seed=self._seed, epoch=epoch
-            )
+            lengths = [source.length or 0 for source in self._sources]
+            keys = [hashed(self._seed, epoch, name, "mixture") for name in self.names]
+            order = MixedOrder(self._rates, lengths, self._shuffle, keys, endless=self.counts is None)
             self._orders = dict([*self._orders.items()][-1:]) | {epoch: order}  # two loaders may take turns
         return self._orders[epoch]
 

@@ -14,10 +14,7 @@ from weft.errors import listed, value_error
 
 
 def pack_collate(
-    *,
-    multiple_of: int = 1,
-    fill: float | Mapping[str, float] = 0,
-    first: Mapping[str, float] | None = None,
+    *, multiple_of: int = 1, fill: float | Mapping[str, float] = 0, first: Mapping[str, float] | None = None
 ) -> Callable[[Sequence[Any]], Any]:
     """Make a `collate_fn` that puts the samples of a batch one after the other into one row.
 

@@ -19,13 +19,12 @@ from weft.data.order.epoch_order import EpochOrder
 from weft.data.order.loader_place import place_of
 from weft.data.split.loader_checks import (
     check_balance,
-    check_divisible,
     check_loader,
     check_uneven,
+    samples_per_rank,
     warn_of_no_steps,
     without_persistent_iterator,
 )
-from weft.data.split.map_samples import SharedEpoch
 from weft.data.split.read_plan import DataPlan, ReadPlan, takes_consecutive_samples
 from weft.data.split.real_batches import ShareCheck
 from weft.data.split.sharded_loader import ShardedLoader, sharded_copy
@@ -183,114 +182,71 @@ def shard_data(
     check_balance(loader, balance, cost, mode, uneven)
     if mode == "shards":
         loader, already_sharded = with_own_shards(loader, ctx), True
-    iterable = isinstance(loader.dataset, IterableDataset)
-    single = loader.batch_sampler is None and not (iterable and loader.batch_size is not None)
+    iterable, dispatched = isinstance(loader.dataset, IterableDataset), mode == "dispatch"
+    single = loader.batch_sampler is None
     whole = not single and not iterable and not takes_consecutive_samples(loader)
+    batches: Any = loader.batch_sampler
+    source = loader.dataset if iterable else loader.sampler if single else batches if whole else batches.sampler
+    total, drop_last = length_of(source), bool(getattr(batches, "drop_last", False))
     size, rank = (1, 0) if already_sharded else (ctx.data_size, ctx.data_rank)
-    units = None if iterable else _units_of(loader, whole=whole, single=single)
-    total = length_of(loader.dataset) if iterable else length_of(units)
-    source = loader.dataset if iterable else units
-    place = place_of(
-        ctx.world,
-        loader.dataset,
-        source,
-        seed=_seed_of(source, loader, ctx) if seed is None else seed,
-        given=seed is not None,
-    )
+    replicas = 1 if ctx.replicas is None else ctx.replicas.most
+    own_seed = _seed_of(source, loader, ctx) if seed is None else seed
+    place = place_of(ctx.world, loader.dataset, source, seed=own_seed, given=seed is not None)
     chosen = place.seed
-    reads_here = mode != "dispatch" or ctx.rank == 0
-    per_rank = 1 if whole or single else _per_rank(loader, mode, size * _most_replicas(ctx))
-    mixture = _mixture_of(loader, mode, already_sharded=already_sharded)
-    facts: dict[str, object] = {
-        "mode": mode,
-        "uneven": uneven,
-        "resized": resized,
-        "with_ids": with_ids,
-        "keyed": keyed,
-        "already sharded": already_sharded,
-        "mixture": mixture,
-    }
-    if mode == "dispatch":
-        total, chosen, per_rank = _as_rank_0(ctx, {"total": total, "seed": chosen, "per_rank": per_rank})
-    drop_last = _drop_last(loader, iterable=iterable, whole=whole)
-    if iterable or mode == "dispatch":  # what a sampler yields is seen before it is read
+    per_rank = 1 if whole or single else samples_per_rank(loader, mode, size * replicas)
+    alike = not dispatched and not already_sharded
+    mixture = loader.dataset.fingerprint if alike and isinstance(loader.dataset, Mixture) else None
+    if dispatched:  # rank 0 alone reads the data
+        first = exchange(ctx.world, "shard_data", [total, chosen, per_rank])[0]
+        total, chosen, per_rank = cast("tuple[int | None, int, int]", first)
+    if iterable or dispatched:  # what a sampler yields is seen before it is read
         check_uneven(uneven, UNKNOWN if never_ends(loader.dataset) else total, ctx, already_sharded=already_sharded)
     costs = None if cost is None else Costs(cost)
     plan = SplitPlan(rank, size, per_rank, drop_last, uneven or "balance", costs)
     if ctx.replicas is not None:  # a step has as many units as with all replicas, however many live
-        plan = plan._replace(step_units=plan.per_step * _most_replicas(ctx))
+        plan = plan._replace(step_units=plan.per_step * replicas)
     if total is not None:
-        plan._replace(size=size * _most_replicas(ctx)).check(total, "batches" if whole else "samples")
+        plan._replace(size=size * replicas).check(total, "batches" if whole else "samples")
+    units = None if iterable else EpochOrder(source, total, loader.dataset, costs)
+    facts: dict[str, object] = {"mode": mode, "uneven": uneven, "resized": resized, "with_ids": with_ids}
+    facts |= {"keyed": keyed, "already sharded": already_sharded, "mixture": mixture}
     if not already_sharded:
         facts |= {"length": total, "seed": chosen, "batch size per rank": per_rank, "drop_last": drop_last}
         facts["epoch"] = place.epoch
-        facts["sampler" if not iterable else "dataset"] = type(loader.dataset if iterable else units).__name__
-    if costs is not None and units is not None:
-        facts["costs"] = costs.digest(EpochOrder(units, total, loader.dataset).peek(chosen, place.epoch))
-    if mode == "dispatch":
-        facts.pop("sampler", None)
-        facts.pop("dataset", None)
+    if alike:
+        facts["dataset" if iterable else "sampler"] = type(source).__name__
+    if costs is not None:
+        facts["costs"] = costs.digest(EpochOrder(source, total, loader.dataset).peek(chosen, place.epoch))
     uneven_ranks = _meeting(plan, total, uneven, ctx, facts) if already_sharded else None
     if uneven_ranks is None or uneven_ranks.counts is None or ctx.data_size == 1:
         ctx.agree("shard_data", facts)
-    everyone = [plan._replace(rank=each) for each in range(size)] if mode == "dispatch" else [plan]
-    readers = tuple(everyone) if reads_here else ()
-    epochs = SharedEpoch(shared=loader.persistent_workers and loader.num_workers > 0)
-    stream, serial = None, ctx.world.next_number("loader")
-    if iterable and reads_here:
-        stream = StreamSteps(loader.dataset, total, readers, ctx.rank, epochs, chosen, keyed=keyed)
-        stream.number = serial
+    serial, reads_here = ctx.world.next_number("loader"), not dispatched or ctx.rank == 0
     reading = ReadPlan(
         plan=plan,
-        readers=readers,
-        units=None if units is None or not reads_here else EpochOrder(units, total, loader.dataset, costs),
-        stream=stream,
+        units=units if reads_here else None,
         seed=chosen,
         single=single,
         with_ids=with_ids,
         keyed=keyed,
         uneven_ranks=uneven_ranks,
-        epochs=epochs,
         place=place,
         serial=serial,
         shares=ShareCheck(ctx.rank, elastic=ctx.replicas is not None),
         split_for=ctx.data_size if already_sharded else None,
-        scattered=mode == "dispatch",
+        scattered=dispatched,
         total=total,
         whole=whole,
         resized=resized,
         mixture=mixture,
     )
+    if iterable and reads_here:
+        stays = loader.persistent_workers and loader.num_workers > 0
+        reading.stream = StreamSteps(loader.dataset, total, ctx.rank, serial, keyed=keyed, workers_stay=stays)
     copied, offer = sharded_copy(loader, reading, ctx), _plan_of(loader, reading, mode, uneven, iterable=iterable)
     if offer.steps == 0:
         warn_of_no_steps(total if uneven_ranks is None or not uneven_ranks.counts else max(uneven_ranks.counts), offer)
     watch_loop(copied, ctx)
     return copied, ctx.offering(offer)
-
-
-def _units_of(loader: DataLoader[Any], *, whole: bool, single: bool) -> Any:
-    """What is shared out: a sampler, or a batch sampler."""
-    if single or (not whole and loader.batch_size is not None and loader.batch_sampler is None):
-        return loader.sampler
-    return loader.batch_sampler if whole else cast("Any", loader.batch_sampler).sampler
-
-
-def _most_replicas(ctx: DistContext) -> int:
-    return 1 if ctx.replicas is None else ctx.replicas.most
-
-
-def _drop_last(loader: DataLoader[Any], *, iterable: bool, whole: bool) -> bool:
-    if iterable:
-        return bool(loader.drop_last)
-    return bool(getattr(loader.batch_sampler, "drop_last", False))
-
-
-def _per_rank(loader: DataLoader[Any], mode: str, size: int) -> int:
-    batch_size = loader.batch_size or cast("Any", loader.batch_sampler).batch_size
-    if mode != "split":
-        return int(batch_size)
-    check_divisible(batch_size, size)
-    return int(batch_size) // size
 
 
 def _seed_of(source: Any, loader: DataLoader[Any], ctx: DistContext) -> int:
@@ -300,57 +256,42 @@ def _seed_of(source: Any, loader: DataLoader[Any], ctx: DistContext) -> int:
     return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else ctx.seed
 
 
-def _mixture_of(loader: DataLoader[Any], mode: str, *, already_sharded: bool) -> str | None:
-    """What the order of a mixture follows from, if all ranks have the same."""
-    alike = mode != "dispatch" and not already_sharded
-    return loader.dataset.fingerprint if alike and isinstance(loader.dataset, Mixture) else None
-
-
-def _as_rank_0(ctx: DistContext, mine: dict[str, Any]) -> tuple[int | None, int, int]:
-    """What rank 0 knows of the data that it alone reads."""
-    first = exchange(ctx.world, "shard_data", mine)[0]
-    return first["total"], first["seed"], first["per_rank"]
-
-
 def _meeting(
     plan: SplitPlan, total: int | None, uneven: Uneven | None, ctx: DistContext, facts: dict[str, Any]
 ) -> UnevenRanks:
     """How the ranks come together that may have different numbers of batches."""
     steps = None if total is None else plan.num_steps(total)
     chosen: Any = {None: "error", "balance": "error", "empty": "join"}.get(uneven, uneven)
-    sub = ctx.on(ctx.data_axes)
-    if (
-        sub.world.store is None and not sub.world.pretended
-    ) or sub.world_size == 1:  # alone, or only pretending not to be
-        return UnevenRanks(
-            chosen if sub.world.group is not None else "error", None if steps is None else (steps,), plan.per_step
-        )
-    everyone = exchange(sub.world, "shard_data", {"facts": facts, "steps": steps})
-    counts = [entry["steps"] for entry in everyone]
-    if any(count is None for count in counts):
+    sub, counts = ctx.on(ctx.data_axes), [steps]
+    if sub.world_size == 1 or (sub.world.store is None and not sub.world.pretended):  # alone, or pretending not to be
+        chosen = chosen if sub.world.group is not None else "error"
+    else:
+        everyone = exchange(sub.world, "shard_data", {"facts": facts, "steps": steps})
+        counts = [entry["steps"] for entry in everyone]
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
         return UnevenRanks(chosen, None, plan.per_step)
-    if chosen == "error" and len(set(counts)) > 1:
-        raise uneven_counts_error(counts)
-    return UnevenRanks(chosen, tuple(counts), plan.per_step)
+    if chosen == "error" and len(set(known)) > 1:
+        raise uneven_counts_error(known)
+    return UnevenRanks(chosen, tuple(known), plan.per_step)
 
 
 def _plan_of(loader: DataLoader[Any], reading: ReadPlan, mode: str, uneven: str | None, *, iterable: bool) -> DataPlan:
-    seekable = isinstance(loader.dataset, SeekableStream)
-    jumps = not iterable or seekable
-    kind: Any = "seekable stream" if iterable and seekable else "stream" if iterable else "samples"
-    kind = "batches" if reading.whole else kind
-    copies = max(loader.num_workers, 1) * (1 if mode == "dispatch" else reading.plan.size)
-    first = reading.epoch(0)
+    plan, split_for, first = reading.plan, reading.split_for, reading.epoch(0)
+    seekable = iterable and isinstance(loader.dataset, SeekableStream)
     whole_stream = iterable and not (seekable and (reading.total is not None or never_ends(loader.dataset)))
+    copies = max(loader.num_workers, 1) * (1 if reading.scattered else plan.size)
+    kind: Any = "batches" if reading.whole else "seekable stream" if seekable else "stream" if iterable else "samples"
+    jumps = seekable or not iterable
     return DataPlan(
-        source="split already" if reading.split_for is not None else kind,
+        source=kind if split_for is None else "split already",
         mode=mode,
-        ranks=reading.plan.size if reading.split_for is None else reading.split_for,
-        per_rank=reading.plan.per_rank,
-        per_step=reading.plan.per_rank * (reading.split_for or reading.plan.size),
-        uneven=uneven or ("error" if reading.split_for is not None else "balance"),
+        ranks=split_for or plan.size,
+        per_rank=plan.per_rank,
+        per_step=plan.per_rank * (split_for or plan.size),
+        uneven=uneven or ("balance" if split_for is None else "error"),
         steps=None if first.stop == UNKNOWN else reading.steps_in((first,)),
         reads=copies if whole_stream else 1,
         resumes="jumps" if jumps else "state" if has_state(loader.dataset) else "reads again",
-        any_ranks=reading.split_for is None,
+        any_ranks=split_for is None,
     )

@@ -37,7 +37,6 @@ class OtherOrder(ValueError):
 class _MadeOrder:
     units: Sequence[Any]
     start: dict[str, Any]  # the state of the sampler before
-    first: Sequence[Any]  # what the digest is of
     digest: str | None = None
 
 
@@ -198,7 +197,7 @@ class EpochOrder:
                 self._state.prepare(start)()
         units = _drawn(self.source, seed, epoch, self._most)
         if isinstance(units, EndlessOrder):
-            return _MadeOrder(units, start, units[0 : self._most])
+            return _MadeOrder(units, start, digest_of(units[0 : self._most]))
         if self.known is not None and len(units) not in (self.known, length_of(self.source)):
             raise ContractError(
                 "shard_data: the sampler does not yield what its length says",
@@ -208,11 +207,10 @@ class EpochOrder:
             )
         if self.costs is not None:
             units = alike_together(units, self.costs)
-        return _MadeOrder(units, start, units)
+        return _MadeOrder(units, start)
 
     def _digest(self, made: _MadeOrder) -> str:
-        if made.digest is None:
-            made.digest, made.first = digest_of(made.first), ()
+        made.digest = digest_of(made.units) if made.digest is None else made.digest
         return made.digest
 
     def _other_order(self, epoch: int, found: str, saved: str) -> OtherOrder:

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.errors import message
-from weft.rng import mix
 
 _BLOCK = 1024  # of time, about as many positions: computed together
 _KEPT = 1024  # blocks, about 32 MB
@@ -48,32 +47,19 @@ class MixedOrder:
     """The order of one epoch of a mixture, the same in every process.
 
     Args:
-        names: Of the sources.
         rates: Samples of each source among `sum(rates)` positions.
-        endless: Whether it continues after them, with the same rates.
         lengths: Of the sources; 0 where they are unknown.
         shuffle: For each source, whether its samples change their order; another one in each pass.
-        seed: Any integer.
-        epoch: Number of the epoch.
+        keys: Of the sources, integers that all chance is a function of: others in each epoch.
+        endless: Whether it goes on after `sum(rates)` positions, with the same rates.
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        rates: Sequence[int],
-        lengths: Sequence[int],
-        shuffle: Sequence[bool],
-        *,
-        endless: bool,
-        seed: int,
-        epoch: int,
+        self, rates: Sequence[int], lengths: Sequence[int], shuffle: Sequence[bool], keys: list[int], *, endless: bool
     ) -> None:
-        self.rates = rates
-        self.total = sum(rates)
-        self.endless = endless
-        self.lengths = np.array(lengths, np.int64)
-        self.shuffle = np.array(shuffle)
-        self.keys = np.array([mix(seed, epoch, name, "mixture") for name in names], np.uint64)
+        self.rates, self.total, self.endless = rates, sum(rates), endless
+        self.lengths, self.shuffle = np.array(lengths, np.int64), np.array(shuffle)
+        self.keys = np.array(keys, np.uint64)
         self._blocks: dict[int, _OrderBlock] = {}
 
     def __getitem__(self, position: int) -> MixedSample:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,15 +28,10 @@ def scatter_batches(
 
     def following() -> list[Any] | None:
         parts = []
-        for number in range(size):
-            pair = next(read, None)
-            if pair is None:
-                assert number == 0, "a step has a batch for every rank"
-                return None
-            batch, given = pair
+        for batch, given in itertools.islice(read, size):  # a step has a batch for every rank
             facts = complete(given)._replace(ids=list(given.ids), last=given.last or done + 1 == steps)
             parts.append((batch, list(facts)))
-        return [parts[place] for place in places]
+        return [parts[place] for place in places] if parts else None
 
     while True:
         part = scatter_made(following, ctx, "shard_data")

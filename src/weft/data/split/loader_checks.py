@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -100,13 +100,10 @@ def _check_split(loader: DataLoader[Any], mode: str, uneven: str | None, *, alre
     if already_sharded and mode != "batches":
         raise _refusal(f"already_sharded=True with mode={mode!r}", "a source of the whole data for it", fix)
     if (already_sharded or mode == "shards") and uneven == "pad":
-        raise _refusal(
-            ("already_sharded=True" if already_sharded else 'mode="shards"') + ' with uneven="pad"',
-            "'error', 'drop' or 'join': the samples of other ranks are not known here",
-            'loader, ctx = weft.shard_data(loader, ctx, already_sharded=True, uneven="join")'
-            if already_sharded
-            else 'loader, ctx = weft.shard_data(loader, ctx, mode="shards", uneven="join")',
-        )
+        how = "already_sharded=True" if already_sharded else 'mode="shards"'
+        expected = "'error', 'drop' or 'join': the samples of other ranks are not known here"
+        fix = f'loader, ctx = weft.shard_data(loader, ctx, {how}, uneven="join")'
+        raise _refusal(f'{how} with uneven="pad"', expected, fix)
 
 
 def check_balance(loader: DataLoader[Any], balance: str, cost: object, mode: str, uneven: str | None) -> None:
@@ -139,12 +136,15 @@ def check_balance(loader: DataLoader[Any], balance: str, cost: object, mode: str
         raise _refusal(found, "samples that weft divides, each used once", without)
 
 
-def check_divisible(batch_size: int, size: int) -> None:
-    """Raise if a batch cannot be cut into equal pieces.
+def samples_per_rank(loader: DataLoader[Any], mode: str, size: int) -> int:
+    """Samples that each of so many ranks gets in a full step.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: A batch that is to be split cannot be cut into equal pieces.
     """
+    batch_size = int(loader.batch_size or cast("Any", loader.batch_sampler).batch_size)
+    if mode != "split":
+        return batch_size
     if batch_size % size:
         raise value_error(
             f"shard_data: a batch of {batch_size} cannot be split among {size} ranks",
@@ -152,6 +152,7 @@ def check_divisible(batch_size: int, size: int) -> None:
             expected=f"a batch size divisible by {size}",
             fix=f"loader = DataLoader(..., batch_size={-(-batch_size // size) * size})",
         )
+    return batch_size // size
 
 
 def check_uneven(uneven: str | None, total: int | None, ctx: DistContext, *, already_sharded: bool) -> None:
@@ -174,4 +175,4 @@ def warn_of_no_steps(units: int | None, plan: DataPlan) -> None:
     if units:
         what = "batches" if plan.source in ("batches", "split already") else "samples"
         found = f"{units} {what} for {plan.ranks} ranks x {plan.per_rank}, of which too small steps are left out"
-        warn_of_no_step("an epoch has no step", found, stacklevel=4)
+        warn_of_no_step("an epoch has no step", found)

@@ -12,19 +12,20 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from weft.data.order.endless_order import EndlessOrder, parts_of
-from weft.data.order.epoch_order import EpochOrder
 from weft.data.order.tell_epoch import tell_epoch
-from weft.data.split.split_plan import Span, SplitPlan
+from weft.data.split.split_plan import Span
 from weft.environments import end_with_parent
 from weft.errors import listed
 from weft.rng import mix, seeded, seeds_for
 from weft.tensors.rng_state import RngState
+
+if TYPE_CHECKING:
+    from weft.data.split.read_plan import ReadPlan
 
 AS_PLANNED = -1  # samples in a batch: those that were asked for, as in most
 
@@ -56,9 +57,9 @@ class BatchInfo(NamedTuple):
         ids: Of its samples: indices into the dataset, or numbers in the stream.
         valid: How many of them, from the first on, are no repetition.
         empty: One sample was read although this rank gets none: no row of it counts.
+        everyone: Samples that all ranks are given in this step; None where the plan says so, or nobody knows.
         last: Of a stream: nothing comes after it.
         mark: Of a stream that is read from its beginning: where it stands after the samples of this step.
-        everyone: Samples that all ranks are given in this step; None where the plan says so, or it is unknown.
         held: Samples that are in it; `AS_PLANNED`: as many as were asked for; None: they cannot be counted.
         left_out: Samples that are not in it, and not among `ids`.
         orders: Of data that rank 0 reads for all: what a position says of the order, in this epoch and at the next.
@@ -68,9 +69,9 @@ class BatchInfo(NamedTuple):
     ids: Sequence[Any]
     valid: int
     empty: bool = False
+    everyone: int | None = None
     last: bool = False
     mark: StreamMark | None = None
-    everyone: int | None = None
     held: int | None = AS_PLANNED
     left_out: int = 0
     orders: Sequence[dict[str, Any]] = ()
@@ -87,24 +88,6 @@ def as_index(index: Any) -> Any:
         return operator.index(index)
     except TypeError:
         return index
-
-
-class SharedEpoch:
-    """The number of the epoch of a stream, also in workers that outlive one; `start` is where it begins."""
-
-    def __init__(self, *, shared: bool) -> None:
-        self._now = torch.zeros(2, dtype=torch.int64)
-        if shared:  # persistent workers are not sent a new dataset: they look there
-            self._now.share_memory_()
-
-    def set(self, number: int, start: int = 0) -> None:
-        """Go to an epoch."""
-        self._now[0], self._now[1] = number, start
-
-    def get(self) -> tuple[int, int]:
-        """The epoch, and where to start in it."""
-        number, start = self._now.tolist()
-        return number, start
 
 
 class BatchRequest(NamedTuple):
@@ -255,73 +238,46 @@ class StepIndices(Sampler[Any]):
     """Yields the requests of one rank (or, for dispatch, of all in turn), in the order of the epochs.
 
     Attributes:
-        single: `batch_size=None`: a unit is read alone.
-        iteration: Number of the iteration that begins now, among those of one set of workers.
-        reading: What an iterator that is made now yields.
+        spans: What an iterator that is made now yields.
         given: Where it notes what it asked for.
+        iteration: Number of the iteration that begins now, among those of one set of workers.
     """
 
-    units: EpochOrder
-    plans: Sequence[SplitPlan]
-    whole: bool
-    single: bool
-    seed: int
-    reading: Sequence[Span]
+    reading: ReadPlan
+    spans: Sequence[Span]
     given: deque[BatchInfo]
     iteration: int = 0
 
     def __iter__(self) -> Iterator[Any]:
-        return self._indices(self.reading, self.given)  # of now, not of the moment when the first is asked for
+        return self._requests(self.spans, self.given)  # of now, not of the moment when the first is asked for
 
-    def _indices(self, spans: Sequence[Span], given: deque[BatchInfo]) -> Iterator[Any]:
-        iteration = (self.iteration, spans[-1].epoch)
+    def _requests(self, spans: Sequence[Span], given: deque[BatchInfo]) -> Iterator[BatchRequest]:
+        reading, iteration, note = self.reading, (self.iteration, spans[-1].epoch), given.append
+        plans, whole, single = reading.readers, reading.whole, reading.single
+        per_step = plans[0].per_step
         for whole_span in spans:
-            order = self.units.order(self.seed, whole_span.epoch)
+            order = reading.order(whole_span.epoch)
             endless = isinstance(order, EndlessOrder)
-            for span in parts_of(order, whole_span, self.plans[0].per_step):
+            counted = endless or len(plans) > 1  # elsewhere the plan says how many samples all ranks get
+            for epoch, start, stop in parts_of(order, whole_span, per_step):
                 if endless:
-                    self.plans[0].check(span.stop - span.start, "batches" if self.whole else "samples")
-                if len(self.plans) == 1 and not self.whole and not self.single and not endless:
-                    yield from self._plain(order, span, given, iteration)
-                else:
-                    yield from self._counted(order, span, given, iteration)
-
-    def _counted(
-        self, order: Sequence[Any], span: Span, given: deque[BatchInfo], iteration: tuple[int, int]
-    ) -> Iterator[BatchRequest]:
-        """The requests of batches, each with a note of the samples of all ranks in its step."""
-        plan = self.plans[0]
-        pieces = [each.pieces(order, span.start, span.stop) for each in self.plans]
-        for number, step in enumerate(zip(*pieces, strict=True)):
-            first = span.start + number * plan.per_step
-            used = plan.used(min(span.stop - first, plan.per_step))
-            batches = [order[at % len(order)] for at in range(first, first + used)] if self.whole else []
-            everyone = sum(map(len, batches)) if self.whole else used
-            for piece, valid in step:
-                # A rank without a sample reads one, of which no row is used: collating needs something.
-                units = piece if len(piece) else [order[span.start]]
-                if self.whole:
-                    ids: Sequence[Any] = [index for batch in units for index in batch]
-                    kept = sum(map(len, units[:valid]))
-                else:
-                    ids, kept = list(units), valid
-                given.append(BatchInfo(span.epoch, ids, kept, empty=not len(piece), everyone=everyone))
-                # A batch is asked for as the user's batch sampler made it, if it is one.
-                untouched = self.single or (self.whole and len(units) == 1)
-                yield BatchRequest(iteration, span.epoch, units[0] if untouched else ids)
-
-    def _plain(
-        self, order: Sequence[Any], span: Span, given: deque[BatchInfo], iteration: tuple[int, int]
-    ) -> Iterator[BatchRequest]:
-        """Fast path for the common case."""
-        note, epoch, instead = given.append, span.epoch, [order[span.start]] if span.start < len(order) else []
-        for piece, valid in self.plans[0].pieces(order, span.start, span.stop):
-            if len(piece):
-                note(BatchInfo(epoch, piece, valid))
-                yield BatchRequest(iteration, epoch, piece)
-            else:
-                note(BatchInfo(epoch, instead, 0, empty=True))
-                yield BatchRequest(iteration, epoch, instead)
+                    plans[0].check(stop - start, "batches" if whole else "samples")
+                pieces = [each.pieces(order, start, stop) for each in plans]
+                everyone: int | None = None
+                for number, step in enumerate(zip(*pieces, strict=True)):
+                    if counted:
+                        first = start + number * per_step
+                        everyone = reading.samples_of_all(plans[0], order, first, min(stop, first + per_step))
+                    for piece, valid in step:
+                        # A rank without a sample reads one, of which no row is used: collating needs something.
+                        units = piece if len(piece) else [order[start]]
+                        ids, kept, asked = units, valid, units[0] if single else units
+                        if whole:
+                            ids = [index for batch in units for index in batch]
+                            kept = sum(map(len, units[:valid]))
+                            asked = units[0] if len(units) == 1 else ids  # one is left as the user's sampler made it
+                        note(BatchInfo(epoch, ids, kept, units is not piece, everyone))
+                        yield BatchRequest(iteration, epoch, asked)
 
 
 def name_samples(error: Exception, given: deque[BatchInfo], rank: int) -> None:

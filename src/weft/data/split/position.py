@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.data.loader_copy import Size
 from weft.data.order.epoch_order import OtherOrder
@@ -18,6 +18,11 @@ from weft.data.split.map_samples import AS_PLANNED, BatchInfo
 from weft.data.split.read_plan import ReadPlan
 from weft.data.split.split_plan import UNKNOWN, Span
 from weft.errors import ContractError, value_error
+
+_NAMES = frozenset(
+    {"seed", "epoch", "samples", "length", "mixture", "ranks", "order", "sampler", "source", "read"}
+    | {"carried", "carried_in", "windows", "first_window"}
+)
 
 
 @dataclass(eq=False)
@@ -114,11 +119,10 @@ class Cursor:
         self.now, self.fresh, self.before, self.last = LoaderPass(epoch, todo, whole or todo), True, None, None
         self.place.epoch = epoch
 
-    def begin(self) -> LoaderPass:
+    def begin(self) -> None:
         """Begin the iteration that comes next."""
         self.fresh, self.latest, self.told = False, self.now.epoch, None
         self.place.epoch, self.place.is_fresh = self.latest + 1, False
-        return self.now
 
     def gave(self, running: LoaderPass, given: BatchInfo) -> None:
         """An iteration has given a batch."""
@@ -171,12 +175,13 @@ def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:
         following = reading.epoch(now.epoch + 1)
         left = whole = (*(left if now.carries and not now.endless else ()), following)
     found: dict[str, Any] = {"seed": reading.seed, "epoch": left[-1].epoch, **reading.used(left[-1])}
-    if (left[-1].start or left[1:]) and reading.length_known and left[-1].stop != UNKNOWN:
-        found["length"] = left[-1].stop
-    if (left[-1].start or left[1:]) and reading.mixture is not None:
-        found["mixture"] = reading.mixture
+    begun = left[-1].start or left[1:]
     if reading.split_for is not None:
         found["ranks"] = reading.split_for
+    elif begun and reading.is_sized and left[-1].stop != UNKNOWN:
+        found["length"] = left[-1].stop
+    if begun and reading.mixture is not None:
+        found["mixture"] = reading.mixture
     mark = reading.mark(left[0]) if left[0].start else None
     if mark is not None:
         found |= {} if mark.state is None else {"source": copy.deepcopy(mark.state)}
@@ -188,6 +193,16 @@ def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:
     return found | reading.order_state(left, cursor.orders)
 
 
+class _Saved(NamedTuple):
+    """The numbers of a position: units used of its epoch, and what is left, or was when it began, of earlier ones."""
+
+    seed: int
+    epoch: int
+    start: int
+    carried: tuple[Span, ...]
+    carried_in: tuple[Span, ...]
+
+
 def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str, Any], LoaderPass]:
     """A state, or that of the next epoch instead, and what is to be read from there on.
 
@@ -195,19 +210,27 @@ def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str
         ValueError: It is no position in this loader.
         OtherOrder: The order that it is a position in cannot be made again.
     """
-    if _other_data(state, reading):
-        state = _next_epoch(state, _data_of(state, reading))
+    saved = _numbers_of(state, reading)
+    if (saved.start or saved.carried) and _is_of_other_data(state, saved, reading):
+        state = _next_epoch(state, _data_of(state, saved, reading))
+        saved = _numbers_of(state, reading)
+    if not state.keys() <= _NAMES | {_start_in(state, reading)}:
+        raise _no_position(state, reading)
     undo: Callable[[], object] = lambda: None  # noqa: E731
-    if reading.units is not None and reading.split_for is None and _has_numbers(state, reading):
+    if reading.units is not None and reading.split_for is None:
+        begun = {span.epoch for span in saved.carried if span.start} | ({saved.epoch} if saved.start else set())
+        if not begun and not reading.units.is_plain:
+            begun = {saved.epoch - 1}
         try:
-            undo = reading.units.resume(state["seed"], state, _begun(state, reading))
+            undo = reading.units.resume(saved.seed, state, begun)
         except OtherOrder as error:
             if reading.resized != "next_epoch":
                 raise
             why = str(error).partition("\n")[0].removeprefix("load_state_dict: ")
-            state = _next_epoch(state, why, 1 if state[_start_in(state, reading)] else 0)
+            state = _next_epoch(state, why, 1 if saved.start else 0)
+            saved = _numbers_of(state, reading)
     try:
-        found = _pass_from(state, reading)
+        found = _pass_from(state, saved, reading)
         _check_ranks(state, reading)
         for span in () if found.endless else found.todo:
             reading.plan.check(span.stop - span.start, "the rest of the epoch")
@@ -215,19 +238,9 @@ def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str
         undo()
         raise
     if found.todo[-1].start and not found.endless and reading.steps_in(found.todo) == 0:
-        following = (reading.epoch(found.epoch + 1, state["seed"]),)  # no step is left of this one
+        following = (reading.epoch(found.epoch + 1, saved.seed),)  # no step is left of this one
         found = LoaderPass(found.epoch + 1, following, following)
     return state, found
-
-
-def _begun(state: Mapping[str, Any], reading: ReadPlan) -> set[int]:
-    spans: Any = state.get("carried")
-    spans = [span for span in spans if isinstance(span, (list, tuple))] if isinstance(spans, (list, tuple)) else []
-    carried = {span[0] for span in spans if any(span[1:2])}
-    here = {state["epoch"]} if state[_start_in(state, reading)] else set[int]()
-    if not carried | here and reading.units is not None and not reading.units.is_plain:
-        return {state["epoch"] - 1}
-    return carried | here
 
 
 def _next_epoch(state: Mapping[str, Any], why: str, further: int = 1) -> dict[str, Any]:
@@ -245,56 +258,25 @@ def _start_in(state: Mapping[str, Any], reading: ReadPlan) -> str:
     return "batches" if reading.whole and "batches" in state else "samples"
 
 
-_MAY_HAVE = frozenset(
-    {
-        "samples",
-        "length",
-        "carried",
-        "carried_in",
-        "windows",
-        "first_window",
-        "source",
-        "read",
-        "ranks",
-        "order",
-        "sampler",
-        "mixture",
-    }
-)
-
-
-def _has_numbers(state: Mapping[str, Any], reading: ReadPlan) -> bool:
-    """Whether a state has the numbers that a position has, and nothing strange."""
-    named = {"seed", "epoch", _start_in(state, reading)}
-    read = state.get("read", (0, ""))
-    if not isinstance(read, (list, tuple)) or [type(each) for each in read] != [int, str]:
-        return False
-    return named <= set(state) <= named | _MAY_HAVE and all(
-        type(state[name]) is int and (name == "seed" or state[name] >= 0) for name in named
-    )
-
-
-def _pass_from(state: Mapping[str, Any], reading: ReadPlan) -> LoaderPass:
-    """What is left to be read from a position on.
+def _numbers_of(state: Mapping[str, Any], reading: ReadPlan) -> _Saved:
+    """The numbers that a position has.
 
     Raises:
-        ValueError: It is none in so many units.
+        ValueError: One is missing, or is none.
     """
-    if _has_numbers(state, reading):
-        full = reading.epoch(state["epoch"], state["seed"])
-        if state[_start_in(state, reading)]:
-            full = _measured(state, reading)
-        with contextlib.suppress(TypeError):
-            earlier = [tuple(Span(*span) for span in state.get(name, ())) for name in ("carried", "carried_in")]
-            todo = (*earlier[0], full._replace(start=state[_start_in(state, reading)]))
-            # Ranks of data that was split already may have less than others have used.
-            beyond = UNKNOWN if reading.uneven_ranks is not None else 0
-            if all(type(number) is int for number in itertools.chain(*todo, *earlier[1])) and all(
-                0 <= each.start <= max(each.stop, beyond) and each.stop <= full.stop for each in todo
-            ):
-                return LoaderPass(state["epoch"], todo, (*earlier[1 if todo[-1].start else 0], full))
+    numbers: list[Any] = [state.get(name) for name in ("seed", "epoch", _start_in(state, reading))]
+    with contextlib.suppress(TypeError):
+        carried, carried_in = (tuple(Span(*span) for span in state.get(name, ())) for name in ("carried", "carried_in"))
+        is_whole = all(type(number) is int for number in itertools.chain(numbers, *carried, *carried_in))
+        if is_whole and min(numbers[1:]) >= 0 and [type(part) for part in state.get("read", (0, ""))] == [int, str]:
+            seed, epoch, start = numbers
+            return _Saved(seed, epoch, start, carried, carried_in)
+    raise _no_position(state, reading)
+
+
+def _no_position(state: Mapping[str, Any], reading: ReadPlan) -> ValueError:
     known = "" if reading.total is None else f" <= {reading.total}"
-    raise value_error(
+    return value_error(
         "load_state_dict: this is not a position in this loader",
         found=repr(state),
         expected=f"seed, epoch, and 0 <= samples{known}",
@@ -302,39 +284,50 @@ def _pass_from(state: Mapping[str, Any], reading: ReadPlan) -> LoaderPass:
     )
 
 
-def _other_data(state: Mapping[str, Any], reading: ReadPlan) -> bool:
+def _pass_from(state: Mapping[str, Any], saved: _Saved, reading: ReadPlan) -> LoaderPass:
+    """What is left to be read from a position on.
+
+    Raises:
+        ValueError: It is none in so many units.
+    """
+    full = _measured(saved, reading) if saved.start else reading.epoch(saved.epoch, saved.seed)
+    todo = (*saved.carried, full._replace(start=saved.start))
+    # Ranks of data that was split already may have less than others have used.
+    beyond = UNKNOWN if reading.uneven_ranks is not None else 0
+    if not all(0 <= each.start <= max(each.stop, beyond) and each.stop <= full.stop for each in todo):
+        raise _no_position(state, reading)
+    return LoaderPass(saved.epoch, todo, (*(saved.carried_in if saved.start else saved.carried), full))
+
+
+def _is_of_other_data(state: Mapping[str, Any], saved: _Saved, reading: ReadPlan) -> bool:
     """Whether the order that a position is in is that of a dataset of another length, or of another mixture.
 
     Raises:
         ValueError: It is, and the caller did not say what to do.
     """
-    begun = state.get("samples") or state.get("batches") or state.get("carried")
-    if not begun or not all(type(state.get(name)) is int for name in ("seed", "epoch")):
-        return False
-    known = reading.length_known and type(state.get("length")) is int
-    same_length = not known or state["length"] == _measured(state, reading).stop
+    known = reading.split_for is None and reading.is_sized and type(state.get("length")) is int
+    same_length = not known or state["length"] == _measured(saved, reading).stop
     if same_length and state.get("mixture", reading.mixture) == reading.mixture:
         return False
     if reading.resized == "next_epoch":
         return True
     raise value_error(
         "load_state_dict: the position belongs to a dataset of another length or mixture, which had a different order",
-        found=_data_of(state, reading),
+        found=_data_of(state, saved, reading),
         expected="the same length, and seed and weights of a mixture, or the beginning of an epoch",
         fix='loader, ctx = weft.shard_data(loader, ctx, resized="next_epoch")  # begins the epoch after the saved one',
     )
 
 
-def _measured(state: Mapping[str, Any], reading: ReadPlan) -> Span:
-    return reading.measured((reading.epoch(state["epoch"], state["seed"]),), state["seed"])[0]
+def _measured(saved: _Saved, reading: ReadPlan) -> Span:
+    return reading.measured((reading.epoch(saved.epoch, saved.seed),), saved.seed)[0]
 
 
-def _data_of(state: Mapping[str, Any], reading: ReadPlan) -> str:
+def _data_of(state: Mapping[str, Any], saved: _Saved, reading: ReadPlan) -> str:
     if state.get("mixture", reading.mixture) != reading.mixture:
         return f"mixture {state.get('mixture')} when it was saved, {reading.mixture} now"
     what = "batches" if reading.whole else "samples"
-    now = _measured(state, reading).stop
-    return f"{state['length']} {what} when it was saved, {now} {what} now"
+    return f"{state['length']} {what} when it was saved, {_measured(saved, reading).stop} {what} now"
 
 
 def _check_ranks(state: Mapping[str, Any], reading: ReadPlan) -> None:

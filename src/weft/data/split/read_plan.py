@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -16,7 +15,7 @@ from weft.data.order.compare_order import compare_order
 from weft.data.order.endless_order import EndlessOrder
 from weft.data.order.epoch_order import EpochOrder
 from weft.data.order.loader_place import LoaderPlace
-from weft.data.split.map_samples import BatchInfo, SharedEpoch, StreamMark
+from weft.data.split.map_samples import BatchInfo, StreamMark
 from weft.data.split.real_batches import ShareCheck
 from weft.data.split.split_plan import UNKNOWN, Span, SplitPlan
 from weft.data.split.stream_samples import StreamSteps
@@ -61,14 +60,12 @@ class ReadPlan:
 
     Attributes:
         plan: Of this rank.
-        readers: The plans of all ranks this one reads for: its own; with "dispatch" all, or none.
         units: Of a map-style dataset.
         stream: Of an iterable one.
         seed: Of the order.
         single: `batch_size=None`: every unit is a batch.
         with_ids: Whether the user gets `SampleIds` with each batch.
         uneven_ranks: How ranks with different numbers of batches come together; None: they have the same.
-        epochs: The number of the epoch, for workers.
         split_for: Ranks among which the data was split by somebody else; None: weft does.
         scattered: Rank 0 reads for all ranks, and sends.
         total: Units of an epoch, where that is always the same; None: see `units`, or unknown.
@@ -83,25 +80,41 @@ class ReadPlan:
     """
 
     plan: SplitPlan
-    readers: tuple[SplitPlan, ...]
     units: EpochOrder | None
-    stream: StreamSteps | None
     seed: int
     single: bool
     with_ids: bool
     keyed: bool
     uneven_ranks: UnevenRanks | None
-    epochs: SharedEpoch
     split_for: int | None
     place: LoaderPlace
     serial: int
     shares: ShareCheck
+    stream: StreamSteps | None = None
     scattered: bool = False
     total: int | None = None
     whole: bool = False
     resized: Literal["error", "next_epoch"] = "error"
     mixture: str | None = None
     marks: deque[StreamMark] = field(default_factory=lambda: deque(maxlen=_KEPT_MARKS))
+
+    @property
+    def readers(self) -> Sequence[SplitPlan]:
+        """The plans of all ranks that this one reads for: its own; where rank 0 reads for all, theirs, or none."""
+        if not self.scattered:
+            return (self.plan,)
+        reads_here = self.units is not None or self.stream is not None
+        return tuple(self.plan._replace(rank=each) for each in range(self.plan.size)) if reads_here else ()
+
+    def order(self, epoch: int) -> Sequence[Any]:
+        """The units of an epoch, where they have an order."""
+        assert self.units is not None
+        return self.units.order(self.seed, epoch)
+
+    def samples_of_all(self, plan: SplitPlan, order: Sequence[Any], start: int, stop: int) -> int:
+        """Samples that all ranks of a plan together are given in a step with these units."""
+        used = plan.used(stop - start)
+        return sum(len(order[unit % len(order)]) for unit in range(start, start + used)) if self.whole else used
 
     def mark(self, place: Span) -> StreamMark | None:
         """What is known of the place where a part of a stream begins."""
@@ -160,7 +173,7 @@ class ReadPlan:
         if self.units is None:
             return todo
         self.units.keep([span.epoch for span in todo])
-        found = tuple(span._replace(stop=len(self.units.order(self.seed, span.epoch))) for span in todo)
+        found = tuple(span._replace(stop=len(self.order(span.epoch))) for span in todo)
         for span in found:
             if span.stop not in (UNKNOWN, self.total):  # which was checked at set-up
                 self.plan.check(max(span.stop - span.start, 0), "batches" if self.whole else "samples")
@@ -184,16 +197,15 @@ class ReadPlan:
         return own if self.uneven_ranks is None else self.uneven_ranks.steps(own, spans[-1].start // self.plan.per_step)
 
     @property
-    def length_known(self) -> bool:
-        """Whether all ranks know how many units an epoch has."""
-        known = self.total is not None or self.units is not None
-        return known and self.split_for is None and not (self.scattered and self.total is None)
+    def is_sized(self) -> bool:
+        """Whether this rank knows how many units an epoch has, and all ranks that read the same do."""
+        return self.total is not None or (self.units is not None and not self.scattered)
 
     def used(self, left: Span) -> dict[str, int]:
         """How much of an epoch is used, of which this is left."""
         if not self.whole or self.units is None or self.scattered:
             return {"batches" if self.whole else "samples": left.start}
-        order = self.units.order(self.seed, left.epoch) if left.start else ()
+        order = self.order(left.epoch) if left.start else ()
         if isinstance(order, EndlessOrder):
             return {"batches": left.start}
         return {"samples": sum(map(len, order[: left.start])), "batches": left.start}
@@ -210,25 +222,19 @@ class ReadPlan:
 
     def planned(self, todo: tuple[Span, ...]) -> Callable[[int], Size] | None:
         """The size of each batch of an iteration before it is read; None where only reading shows it, on all ranks."""
-        unknown = self.total is None and (self.units is None or self.scattered)
-        if self.single or unknown or (self.scattered and self.whole) or todo[-1].stop == UNKNOWN:
+        if self.single or not self.is_sized or (self.scattered and self.whole) or todo[-1].stop == UNKNOWN:
             return None
-        plan, units_of, alone = self.plan, self.units, self.alone
-        order_of = functools.cache(lambda epoch: units_of.order(self.seed, epoch) if units_of else ())
+        plan, alone = self.plan, self.alone
 
         def size(step: int) -> Size:
             part = plan.step_at(todo, step)
             if part is None:  # others have more
                 return 0, None if alone else 0
-            units, everyone = part.stop - part.start, plan.used(part.stop - part.start)
-            own = plan.full_share[1] if everyone == plan.per_step else plan.share(units)[1]
-            if plan.costs is not None:
-                own = sum(len(piece) for piece, _ in plan.pieces(order_of(part.epoch), part.start, part.stop))
-            if self.whole:
-                order = order_of(part.epoch)
-                own = sum(sum(map(len, piece)) for piece, _ in plan.pieces(order, part.start, part.stop))
-                everyone = sum(len(order[unit % len(order)]) for unit in range(part.start, part.start + everyone))
-            return own, None if alone else everyone
+            has_sizes = self.whole or plan.costs is not None
+            order = self.order(part.epoch) if has_sizes else cast("Sequence[Any]", range(part.stop))
+            ((piece, _),) = plan.pieces(order, part.start, part.stop)
+            own = sum(map(len, piece)) if self.whole else len(piece)
+            return own, None if alone else self.samples_of_all(plan, order, part.start, part.stop)
 
         return size
 

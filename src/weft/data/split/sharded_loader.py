@@ -115,7 +115,7 @@ class ShardedLoader(Extension[T]):
         if reading.lone:
             return float(own != 0)
         self._note(cursor.last)
-        self.weft_ask()
+        reading.shares.ask()
         if everyone is None:
             everyone = samples_of_all([own], ctx)
         return own * ctx.data_size * ctx.num_replicas / everyone if own else 0.0
@@ -145,28 +145,25 @@ class ShardedLoader(Extension[T]):
         return now
 
     def _iteration(self, now: LoaderPass) -> Iterator[Any]:
-        reading, cursor, device = self.weft_reading, self.weft_cursor, self.weft_ctx.device
+        reading, cursor, ctx = self.weft_reading, self.weft_cursor, self.weft_ctx
         plan, todo = reading.plan, now.todo
         if now.left_out and now.carries:
             todo = plan.split(todo, plan.steps_in(todo) - now.left_out)[0]
-        plain = reading.readers and reading.uneven_ranks is None and not (reading.scattered or reading.with_ids)
-        plain = plain and not plan.allows_empty and device.type == "cpu"
-        read: Iterator[Any] = self._own(todo) if plain else self._batches(todo)
+        read = self._batches(todo)
         if now.left_out and not now.carries and now.total is not None:
             read = itertools.islice(read, now.total - now.left_out)
         # Counted when they are given, not when they are read: on an accelerator one is read ahead.
-        ahead = read if device.type == "cpu" else _on_device(read, self.weft_ctx)
+        ahead = read if ctx.device.type == "cpu" else _on_device(read, ctx)
         cursor.open.add(now)
         cursor.place.readers += 1
         try:
-            for found in ahead:
-                given: BatchInfo = found[-1]
+            for value, given in ahead:
                 cursor.gave(now, given)
                 if reading.single:
-                    cursor.rows = 0 if given.empty else rows_of(found[0])
+                    cursor.rows = 0 if given.empty else rows_of(value[0] if reading.with_ids else value)
                 if given.mark is not None:
                     reading.marks.append(given.mark)
-                yield found[:2] if reading.with_ids else found[0]
+                yield value
         finally:
             cursor.open.discard(now)
             cursor.place.readers -= 1
@@ -192,8 +189,8 @@ class ShardedLoader(Extension[T]):
             later = plan.split(now.todo, plan.steps_in(now.todo) - now.left_out)[1]
         self.weft_cursor.ended(now, (*later, reading.epoch(self.weft_cursor.latest + 1)))
 
-    def _batches(self, spans: tuple[Span, ...]) -> Iterator[tuple[Any, ...]]:
-        """Batches with what is known of them, the last of each tuple."""
+    def _batches(self, spans: tuple[Span, ...]) -> Iterator[tuple[Any, BatchInfo]]:
+        """What the user gets, each with what is known of it: a batch, or a batch and its ids."""
         reading, ctx = self.weft_reading, self.weft_ctx
         read: Iterator[tuple[Any, BatchInfo]] = self._own(spans) if reading.readers else iter(())
         if reading.scattered:
@@ -201,10 +198,16 @@ class ShardedLoader(Extension[T]):
             read = scatter_batches(read, ctx, reading.plan.size, last, reading.with_orders)
         elif reading.uneven_ranks is not None:
             read = reading.uneven_ranks.batches(read, spans[-1], ctx)
+        elif not (reading.with_ids or reading.plan.allows_empty):
+            return read
+        return self._completed(read)
+
+    def _completed(self, read: Iterator[tuple[Any, BatchInfo]]) -> Iterator[tuple[Any, BatchInfo]]:
+        single, with_ids = self.weft_reading.single, self.weft_reading.with_ids
         for batch, given in read:
             if given.empty:
-                batch = without_rows(batch, rows_of(batch) or 1 if reading.single else len(given.ids))  # noqa: PLW2901
-            yield (batch, _sample_ids(given), given) if reading.with_ids else (batch, given)
+                batch = without_rows(batch, rows_of(batch) or 1 if single else len(given.ids))  # noqa: PLW2901
+            yield (batch, _sample_ids(given)) if with_ids else batch, given
 
     def _own(self, spans: tuple[Span, ...]) -> Iterator[tuple[Any, BatchInfo]]:
         reading = self.weft_reading
@@ -213,7 +216,8 @@ class ShardedLoader(Extension[T]):
         for group in [(span,) for span in left] if apart else [left] if left else []:
             if apart:
                 tell_epoch(self.dataset, group[-1].epoch)
-            reading.epochs.set(group[-1].epoch, group[-1].start)
+            if reading.stream is not None:
+                reading.stream.begin(group[-1])
             arrivals = Arrivals(type(self).__name__, changed=_iterates_itself(type(self)))
             try:
                 for batch in self._torch_batches(group, arrivals):
@@ -242,7 +246,7 @@ class ShardedLoader(Extension[T]):
         self.__dict__["weft_now"] = (spans, arrivals)
         indices = self.__dict__.get("weft_indices")
         if indices is not None:  # workers that stay keep reading it
-            indices.seed, indices.reading, indices.given = self.weft_reading.seed, spans, arrivals.asked
+            indices.spans, indices.given = spans, arrivals.asked
             indices.iteration += 1
         torch_internals.LOADER_ITERATES.check()  # it calls ours
         if _has_own_state(type(self)):
@@ -338,10 +342,6 @@ class ShardedLoader(Extension[T]):
             return None, None
         return reading.steps_in(todo) - now.left_out - now.steps, reading.steps_in(whole)
 
-    def weft_ask(self) -> None:
-        """Note that shares are computed from sizes; raises if batches were not of the size that was planned."""
-        self.weft_reading.shares.ask()
-
     def weft_planned(self) -> Callable[[int], Size] | None:
         """The size of a batch of the iteration that was just begun, by its number; None: known when it is read."""
         if self.weft_reading.lone and not keeps_all(self.collate_fn):
@@ -356,7 +356,6 @@ class ShardedLoader(Extension[T]):
         """Divide the samples of each step among so many replicas, of which this is one; from the next iteration on."""
         reading, ctx = self.weft_reading, self.weft_ctx
         reading.plan = reading.plan._replace(rank=index * ctx.data_size + ctx.data_rank, size=count * ctx.data_size)
-        reading.readers = (reading.plan,)
         self.__dict__[torch_internals.LOADER_ITERATOR.name] = None  # workers that stay have the plan of before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -390,16 +389,16 @@ def _no_length(dataset: object) -> TypeError:
     )
 
 
-def _on_device(read: Iterator[tuple[Any, ...]], ctx: DistContext) -> Iterator[tuple[Any, ...]]:
+def _on_device(read: Iterator[tuple[Any, BatchInfo]], ctx: DistContext) -> Iterator[tuple[Any, BatchInfo]]:
     notes: deque[BatchInfo] = deque()
 
-    def values() -> Iterator[tuple[Any, ...]]:
-        for *value, given in read:
+    def values() -> Iterator[Any]:
+        for value, given in read:
             notes.append(given)
-            yield tuple(value)
+            yield value
 
     for value in ctx.engine.prefetch(values(), ctx.device):
-        yield (*value, notes.popleft())
+        yield value, notes.popleft()
 
 
 def _sample_ids(given: BatchInfo) -> SampleIds:
@@ -442,8 +441,7 @@ def _iterates_itself(cls: type[Any]) -> bool:
 
 def _has_own_state(cls: type[Any]) -> bool:
     """Whether the user's class of loader had a state before weft gave it one (torchdata's has)."""
-    owners = [base for base in cls.__mro__ if "load_state_dict" in vars(base)]
-    return len(owners) > 1
+    return any("load_state_dict" in vars(base) for base in cls.__mro__ if not issubclass(base, Extension))
 
 
 def sharded_copy(loader: DataLoader[T], reading: ReadPlan, ctx: DistContext) -> ShardedLoader[T]:

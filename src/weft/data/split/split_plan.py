@@ -15,12 +15,11 @@ units. The step is still that span of the order, so a position means the same at
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 from weft.data.equal_cost import Costs, equal_shares
-from weft.errors import message, value_error
+from weft.errors import value_error, warn
 
 U = TypeVar("U")
 Uneven = Literal["balance", "empty", "pad", "drop", "error", "join"]
@@ -60,11 +59,6 @@ class SplitPlan(NamedTuple):
     def per_step(self) -> int:
         """Units per full step, all ranks together."""
         return self.per_rank * self.size if self.step_units is None else self.step_units
-
-    @property
-    def full_share(self) -> tuple[int, int]:
-        """First unit, and number of units, that this rank gets of a full step."""
-        return (self.rank * self.per_rank, self.per_rank) if self.step_units is None else self.share(self.step_units)
 
     @property
     def allows_empty(self) -> bool:
@@ -122,7 +116,7 @@ class SplitPlan(NamedTuple):
             yield from self._of_equal_cost(order, start, stop, self.costs)
             return
         full, rest = divmod(stop - start, self.per_step)
-        mine, whole = self.full_share
+        mine, whole = self.share(self.per_step)
         for first in range(start + mine, start + full * self.per_step, self.per_step):
             yield order[first : first + whole], whole
         if self.rest_makes_step(rest):
@@ -145,7 +139,7 @@ class SplitPlan(NamedTuple):
             yield piece, len(piece)
 
     def share(self, rest: int) -> tuple[int, int]:
-        """First unit, and number of units, that this rank gets of an incomplete step of `rest` units."""
+        """First unit, and number of units, that this rank gets of a step of `rest` units."""
         if self.uneven == "pad":
             first = min(self.rank * self.per_rank, rest)
             return (self.rank * self.per_rank, min(rest - first, self.per_rank))
@@ -173,14 +167,11 @@ class SplitPlan(NamedTuple):
             )
 
 
-def warn_of_no_step(what: str, found: str, *, stacklevel: int) -> None:
+def warn_of_no_step(what: str, found: str) -> None:
     """Warn that a loop over the loader does nothing, because an epoch has no step."""
-    warnings.warn(
-        message(
-            f"shard_data: {what}, a loop over the loader does nothing",
-            found=found,
-            expected="enough for one step on every rank",
-            fix='a smaller batch_size; or drop_last=False and weft.shard_data(loader, ctx, uneven="empty")',
-        ),
-        stacklevel=stacklevel + 1,
+    warn(
+        f"shard_data: {what}, a loop over the loader does nothing",
+        found=found,
+        expected="enough for one step on every rank",
+        fix='a smaller batch_size; or drop_last=False and weft.shard_data(loader, ctx, uneven="empty")',
     )

@@ -33,17 +33,9 @@ from weft.data.order.epoch_order import generators_of
 from weft.data.order.sample_digest import ReadDigest, is_compared, next_looked_at
 from weft.data.order.stream_state import StreamState
 from weft.data.order.tell_epoch import tell_epoch
-from weft.data.split.map_samples import (
-    BatchInfo,
-    FetchedSamples,
-    SharedEpoch,
-    StreamMark,
-    WorkerStart,
-    at_sample,
-    seed_worker,
-)
+from weft.data.split.map_samples import BatchInfo, FetchedSamples, StreamMark, WorkerStart, at_sample, seed_worker
 from weft.data.split.real_batches import CountedCollate, OddBatch
-from weft.data.split.split_plan import UNKNOWN, SplitPlan, warn_of_no_step
+from weft.data.split.split_plan import UNKNOWN, Span, SplitPlan, warn_of_no_step
 from weft.errors import ContractError, value_error
 from weft.peers.world import World
 from weft.rng import mix, seeded
@@ -99,46 +91,40 @@ class StreamSteps(IterableDataset[StreamStep]):
     Attributes:
         dataset: The user's.
         total: Its length; None if it does not tell.
+        rank: Of this process.
+        number: Of the loader, the same on all ranks.
+        seekable: Whether it can begin anywhere.
+        plans: Of the ranks that it is read for.
+        seed: Of the order.
         resumed: Where an interrupted run continues.
         worker_start: What a worker has done when it began; None without workers.
-        number: Of the loader, the same on all ranks.
         visits: How often each epoch was begun.
     """
 
+    plans: Sequence[SplitPlan] = ()
+    seed = 0
+    resumed: StreamMark | None = None
+    worker_start: WorkerStart | None = None
+
     def __init__(
-        self,
-        dataset: Any,
-        total: int | None,
-        plans: tuple[SplitPlan, ...],
-        rank: int,
-        epoch: SharedEpoch,
-        seed: int,
-        *,
-        keyed: bool,
+        self, dataset: Any, total: int | None, rank: int, number: int, *, keyed: bool, workers_stay: bool
     ) -> None:
-        self.dataset = dataset
-        self.total = total
-        self.plans = plans
-        self.rank = rank
-        self.epoch = epoch
-        self.seed = seed
-        self.keyed = keyed
-        self.stateful = has_state(dataset)
+        self.dataset, self.total, self.rank, self.number, self.keyed = dataset, total, rank, number, keyed
+        self.seekable, self.stateful = isinstance(dataset, SeekableStream), has_state(dataset)
         self.begin_state = copy.deepcopy(dataset.state_dict()) if self.stateful else None
-        self.resumed: StreamMark | None = None
-        self.worker_start: WorkerStart | None = None
-        self.number = 0
         # Who can be put somewhere else knows what has to be put back for that.
         kept = isinstance(dataset, (SeekableStream, Stateful, IterDataPipe))
         self.state = None if kept else StreamState(dataset, generators_of(dataset))
-        self._running: Generator[StreamStep] | None = None
         self.visits: Counter[int] = Counter()
+        self._running: Generator[StreamStep] | None = None
         self._stays = False
+        self._now = torch.zeros(2, dtype=torch.int64)
+        if workers_stay:  # they are not sent a new dataset: they look there
+            self._now.share_memory_()
 
-    @property
-    def seekable(self) -> bool:
-        """Whether it can begin anywhere."""
-        return isinstance(self.dataset, SeekableStream)
+    def begin(self, span: Span) -> None:
+        """Let the next iteration, also in workers that outlive one, be over this."""
+        self._now[0], self._now[1] = span.epoch, span.start
 
     @property
     def selective(self) -> bool:
@@ -148,7 +134,7 @@ class StreamSteps(IterableDataset[StreamStep]):
     def __iter__(self) -> Iterator[StreamStep]:
         worker = get_worker_info()
         place, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        number, start = self.epoch.get()
+        number, start = self._now.tolist()
         if worker is not None:
             if self._stays and self.worker_start is not None:  # draws what one would draw that begins now
                 seed_worker(self.worker_start.seed, self.worker_start.rank, number, worker.id)
@@ -192,7 +178,7 @@ class StreamSteps(IterableDataset[StreamStep]):
                 if len(part) < len(ids):
                     raise _untrue_length(ids[len(part)], total)
                 parts.append(part)
-                given.append(BatchInfo(number, ids, valid, not piece, index == last, everyone=everyone))
+                given.append(BatchInfo(number, ids, valid, not piece, everyone, index == last))
             yield StreamStep(parts, given)
 
     def compare(self, mark: StreamMark, seen: dict[int, str], world: World | None) -> None:
@@ -302,7 +288,6 @@ class _StreamReader:
         self.number = number
         self.start = start
         self.plan = owner.plans[0]
-        self.seekable = owner.seekable
         self.begin: list[Any] = []  # the first samples of the epoch, for uneven="pad"
         self.digest = ReadDigest()
         self.new: list[tuple[int, str]] = []  # what the ranks compare
@@ -313,14 +298,12 @@ class _StreamReader:
         size, position = self.plan.per_step, self.start
         samples = self._samples()
         ahead = self._read(samples, 1, position)
-        for index in itertools.count():
-            if not ahead:
-                break
+        while ahead:
             chunk = ahead + self._read(samples, size - 1, position + 1)
-            mine = index % stride == place
+            mine = (position - self.start) // size % stride == place
             mark = self._mark(position + size) if mine else None
-            if self.plan.uneven == "pad" and len(self.begin) < size and not self.start:
-                self.begin += chunk[: size - len(self.begin)]
+            if self.plan.uneven == "pad" and position == 0:
+                self.begin = chunk
             ahead = self._read(samples, 1, position + size) if len(chunk) == size else []
             if not ahead:
                 rest = len(chunk) % size
@@ -339,25 +322,29 @@ class _StreamReader:
         self.plan.check(rest, f"the stream, {total} samples long,")
         if total == rest > 0 and not self.plan.rest_makes_step(rest):
             found = f"{total} samples for {self.plan.size} ranks x {self.plan.per_rank}"
-            warn_of_no_step("the stream ended before there was a step", found, stacklevel=2)
+            warn_of_no_step("the stream ended before there was a step", found)
 
     def _samples(self) -> Iterator[Any]:
         dataset, owner = self.owner.dataset, self.owner
         for generator in generators_of(dataset):
             generator.manual_seed(mix(owner.seed, self.number, "order"))
-        if owner.seekable:
-            begun: Iterator[Any] = iter(dataset.iter_from(self.start))
-            return begun
         here = owner.resumed
-        if here is not None and here[:2] != (self.number, self.start):  # of a worker that stays: where it began
-            here = None
-        state = None if here is None else here.state
+        if here is None or here[:2] != (self.number, self.start):  # of a worker that stays: where it began
+            here = StreamMark(self.number, self.start)
+        samples = self._opened(self.start, here.state)
+        if self.start and not owner.seekable and here.state is None:
+            self._read_again(samples, here.read)
+        return samples
+
+    def _opened(self, start: int, state: Any) -> Iterator[Any]:
+        """The samples from the beginning; from `start` on, or from a state, of a stream that can go there."""
+        owner, dataset = self.owner, self.owner.dataset
+        if owner.seekable:
+            begun: Iterator[Any] = iter(dataset.iter_from(start))
+            return begun
         if owner.stateful:
             dataset.load_state_dict(copy.deepcopy(owner.begin_state if state is None else state))
-        samples: Iterator[Any] = iter(dataset)
-        if self.start and state is None:
-            self._read_again(samples, None if here is None else here.read)
-        return samples
+        return iter(dataset)
 
     def _read_again(self, samples: Iterator[Any], expected: tuple[int, str] | None) -> None:
         """Read what was used before the run was resumed, and drop it."""
@@ -395,35 +382,27 @@ class _StreamReader:
         owner, new, self.new = self.owner, self.new, []
         if owner.stateful:
             return StreamMark(self.number, samples, copy.deepcopy(owner.dataset.state_dict()), None, new)
-        return StreamMark(self.number, samples, None, None if self.seekable else self.digest.last, new)
+        return StreamMark(self.number, samples, None, None if owner.seekable else self.digest.last, new)
 
     def _step(self, chunk: list[Any], position: int, mark: StreamMark | None, *, last: bool) -> StreamStep:
-        parts, given = [], []
+        parts, given, total = [], [], position + len(chunk)
         for plan in self.owner.plans:
-            first, count = plan.share(len(chunk))
-            part = chunk[first : first + count]
-            ids: Sequence[int] = range(position + first, position + first + count)
-            if plan.uneven == "pad" and count < plan.per_rank:
-                total = position + len(chunk)
-                begin = self._beginning(total)
-                repeated = [(first + i - len(chunk)) % total for i in range(count, plan.per_rank)]
-                part = part + [begin[i] for i in repeated]
-                ids = [*ids, *repeated]
-            empty = not part
-            parts.append(chunk[:1] if empty else part)
+            first, valid = plan.share(len(chunk))
+            part = chunk[first : first + valid]
+            ids: Sequence[int] = range(position + first, position + first + valid)
+            if plan.uneven == "pad" and valid < plan.per_rank:  # the first samples of the epoch come again
+                ((ids, _),) = plan.pieces(range(total), position, total)
+                part = [chunk[i - position] if i >= position else self._beginning(total)[i] for i in ids]
+            parts.append(part or chunk[:1])
             everyone = plan.used(len(chunk))
-            given.append(BatchInfo(self.number, [position] if empty else ids, count, empty, last, mark, everyone))
+            given.append(BatchInfo(self.number, ids or [position], valid, not part, everyone, last, mark))
         return StreamStep(parts, given)
 
     def _beginning(self, total: int) -> list[Any]:
         """The first samples of the epoch; read again by a run that resumed in the middle."""
         if len(self.begin) < min(total, self.plan.per_step):
-            dataset = self.owner.dataset
-            if self.owner.stateful:
-                dataset.load_state_dict(copy.deepcopy(self.owner.begin_state))
-            again = dataset.iter_from(0) if self.owner.seekable else dataset
-            with seeded(mix(self.owner.seed, self.number, "order"), generators_of(dataset)):
-                self.begin = list(itertools.islice(again, self.plan.per_step))
+            with seeded(mix(self.owner.seed, self.number, "order"), generators_of(self.owner.dataset)):
+                self.begin = list(itertools.islice(self._opened(0, None), self.plan.per_step))
         return self.begin
 
 

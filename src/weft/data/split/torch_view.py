@@ -36,17 +36,15 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
         fields["worker_init_fn"] = WorkerStart(loader.worker_init_fn, seed, epoch, rank, os.getpid() if elastic else 0)
     if reading.stream is not None:
         stream = copy.copy(reading.stream)
-        stream.dataset, stream.seed = loader.dataset, reading.seed
+        stream.dataset, stream.plans, stream.seed = loader.dataset, reading.readers, reading.seed
         stream.resumed = reading.mark(spans[-1]) if start else None
         stream.worker_start = fields["worker_init_fn"] if loader.num_workers else None
         fields |= {"dataset": stream, "batch_sampler": None, "drop_last": False}
         fields["collate_fn"] = CollateSteps(loader.collate_fn, single=reading.single, names=reading.with_ids)
     else:
-        assert reading.units is not None
         keyed, starts = reading.seed if reading.keyed else None, (seed, rank)
         fields["dataset"] = MapSamples(loader.dataset, loader.weft_ctx.rank, keyed, epoch=epoch, worker_seed=starts)
-        whole, single, notes = reading.whole, reading.single, arrivals.asked
-        indices = StepIndices(reading.units, reading.readers, whole, single, reading.seed, spans, notes)
+        indices = StepIndices(reading, spans, arrivals.asked)
         loader.__dict__["weft_indices"] = indices
         if not reading.single and not (keeps_all(loader.collate_fn) and fields["dataset"].fetch is None):
             fields["dataset"].counts = "by name" if reading.with_ids else "yes"

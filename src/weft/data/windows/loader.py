@@ -77,6 +77,7 @@ class _ShardedWindowLoader(_WindowLoader):
     """Over a loader of `shard_data`, which can leave batches unread; see [Note: position in windows]."""
 
     weft_cursor: Any
+    weft_reading: Any
 
     @override
     def _split(self, batches: Iterator[Any]) -> Iterator[Window[Any]]:
@@ -87,11 +88,14 @@ class _ShardedWindowLoader(_WindowLoader):
         if length is not None and splitter.remainder != "step":
             rest = splitter.fit(splitter.windows, length)[1]
             length -= rest if loader.weft_leave_out(rest, carry=splitter.remainder == "carry") else 0
-        return splitter.split(batches, length, lambda _: loader.weft_size(), loader.weft_planned(), loader.weft_ask)
+        planned, ask = loader.weft_planned(), self.weft_reading.shares.ask
+        return splitter.split(batches, length, lambda _: loader.weft_size(), planned, ask)
 
     @override
     def __len__(self) -> int:
         """Windows of an epoch, with what is carried over into it, whether some of it are read already or not."""
+        if self.__dict__.get("weft_inside"):  # the user's `__iter__` asks how many batches it yields
+            return super(_WindowLoader, self).__len__()
         batches = _sharded(super()).weft_lengths()[1]
         return self.weft_splitter.count(super(_WindowLoader, self).__len__() if batches is None else batches)
 

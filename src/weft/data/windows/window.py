@@ -48,7 +48,8 @@ class Window(Generic[B]):
         self._sync = sync
         self._number = sync.handed_out
         self._samples: int | None = None  # of all micro-batches on all ranks, once it is known
-        self._iterated = self._counted = self._normalised = False
+        self.weighed = False  # by `share` or `denominator`
+        self._iterated = self._counted = False
 
     def __len__(self) -> int:
         """Number of micro-batches, also of a short last window."""
@@ -107,18 +108,13 @@ class Window(Generic[B]):
             self._batches.running = False
             reduced = any(not getattr(one, "owes", True) for one in sync.syncs)
             sync.end_window(number)
-            if not (self._counted or self._normalised or sync.warned) and reduced and batches.length > 1:
+            if not (self._counted or self.weighed or sync.warned) and reduced and batches.length > 1:
                 self._warn_sum()
-            if self._counted and not self._normalised and not sync.warned:
+            if self._counted and not self.weighed and not sync.warned:
                 self._warn_unequal()
         finally:
             self._batches.running = False
             sync.end_window(number, left=True)  # does nothing after the one above
-
-    @property
-    def weighed(self) -> bool:
-        """Whether its `share` was asked for."""
-        return self._normalised
 
     @property
     def share(self) -> float:
@@ -153,7 +149,7 @@ class Window(Generic[B]):
             )
         if self._batches.ask is not None:
             self._batches.ask()
-        self._normalised = True
+        self.weighed = True
         if self._samples is None:
             sizes, ctx = self._batches.sizes(), self._sync.ctx
             everyone = [total for _, total in sizes if total is not None]
@@ -188,7 +184,7 @@ class Window(Generic[B]):
             ValueError: A count that is negative or not finite.
             PeerError: A peer failed.
         """
-        self._normalised = True
+        self.weighed = True
         parts = self._sync.parts
         if callable(count):
             batches = self._read_all()
