@@ -13,6 +13,8 @@ import sys
 import pytest
 
 import weft
+from tests.known_transforms import TRANSFORMS
+from tests.laws.table import TABLE
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "weft"
@@ -384,18 +386,13 @@ def _transform_files():
     return [n for n in weft.__all__ if getattr(getattr(weft, n), "__module__", "") == f"weft.transforms.{n}"]
 
 
-def _transforms():
-    """Those that went through the decorator of the contract."""
-    return [name for name in _transform_files() if hasattr(getattr(weft, name), "__wrapped__")]
-
-
 def _mentions(folder, pattern, name):
     pages = [path for path in sorted((ROOT / folder).rglob(pattern)) if "_build" not in path.parts]
     return [path.name for path in pages if re.search(rf"\b{name}\b", path.read_text())]
 
 
 def test_the_transforms_are_found():
-    assert {"accumulate_grads", "replicate", "with_precision"} <= set(_transforms()) < set(_transform_files())
+    assert {"accumulate_grads", "replicate", "with_precision"} <= {*TRANSFORMS} < {*_transform_files()}
 
 
 @pytest.mark.parametrize("name", _transform_files())
@@ -404,17 +401,22 @@ def test_a_transform_has_its_test(name):
     assert (ROOT / "tests" / "transforms" / f"test_{name}.py").is_file()
 
 
-@pytest.mark.parametrize("name", _transforms())
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_has_its_row_in_the_laws(name):
-    assert re.search(rf'Row\(\s*name="{name}\b', (ROOT / "tests" / "laws" / "table.py").read_text())
+    assert name in {row.name.partition("[")[0] for row in TABLE}
+
+
+def _code_that_runs():
+    """The examples, and the blocks of the pages that `test_docs.py` runs."""
+    yield from (path.read_text() for path in sorted((ROOT / "examples").glob("*.py")))
+    for page in sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "contributing.md"}):
+        yield from re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("name", _transform_files())
-def test_a_transform_is_shown_in_an_example(name):
-    # What has no file of its own name belongs to others: shard_data to all, plain to fully_shard.
-    own = [ROOT / "examples" / f"{name}.py"]
-    files = own if own[0].is_file() else sorted((ROOT / "examples").glob("*.py"))
-    assert any(f"weft.{name}(" in file.read_text() for file in files)
+def test_a_transform_is_shown_in_code_that_runs(name):
+    own = ROOT / "examples" / f"{name}.py"
+    assert any(f"weft.{name}(" in code for code in ([own.read_text()] if own.is_file() else _code_that_runs()))
 
 
 def test_every_public_name_is_documented():
