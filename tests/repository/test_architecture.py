@@ -259,6 +259,40 @@ def test_the_docstring_of_a_package_lists_its_files(package):
     assert listed == files - {"__init__.py"}
 
 
+def _tested_by(package):
+    """The tests that the last paragraph of a package's docstring names."""
+    text = ast.get_docstring(TREES[(package / "__init__.py").relative_to(ROOT / "src").as_posix()]) or ""
+    found = re.fullmatch(r"Tested by: (\S+(?:,\s+\S+)*)", text.rpartition("\n\n")[2])
+    return [ROOT / name for name in re.split(r",\s+", found[1])] if found else []
+
+
+def _imported(tree):
+    """The modules and names that a file imports, with their packages."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+
+
+def _needed(test):
+    """What a file of tests names of the package, functions of the facade by their modules, and what those import."""
+    text = test.read_text()
+    names = {*re.findall(r"\bweft\w*(?:\.\w+)+", text), *_imported(ast.parse(text))}
+    names |= {str(getattr(getattr(weft, name, None), "__module__", "")) for name in re.findall(r"\bweft\.(\w+)", text)}
+    modules = {name for full in names for name in (full, full.rpartition(".")[0])} - {"", "weft"}
+    files = {f"{name.replace('.', '/')}{end}" for name in modules for end in (".py", "/__init__.py")} & {*TREES}
+    return names.union(*(_imported(TREES[file]) for file in files))
+
+
+@pytest.mark.parametrize(
+    "package", [*PACKAGES, SOURCE / "transforms"], ids=lambda p: p.relative_to(ROOT / "src").as_posix()
+)
+def test_the_docstring_of_a_package_names_its_tests(package):
+    named = _tested_by(package)
+    tests = [[path] if path.is_file() else sorted(path.rglob("test_*.py")) for path in named]
+    assert tests and all(tests), named
+    name = ".".join(package.relative_to(ROOT / "src").parts)
+    assert any(f"{one}.".startswith(f"{name}.") for files in tests for test in files for one in _needed(test))
+
+
 def test_no_folder_is_a_pile():
     folders = {path.parent for path in FILES if path.parent.name != "transforms"}
     piles = {folder.name: len(list(folder.glob("*.py"))) for folder in folders}

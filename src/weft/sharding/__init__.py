@@ -13,6 +13,9 @@ owner_step.py         steps on whole parameters, each on the rank that owns it
 shard_module.py       all of it in its order, and the engine
 find_experts.py       experts that can be divided among ranks
 layers/               the same for layers that are cut by a plan
+
+Tested by: tests/transforms/test_fully_shard.py, tests/transforms/test_pipeline.py, tests/training/test_other_axes.py,
+    tests/engines/test_owner_step.py
 """
 
 from weft.sharding.layers.tensor_layers import cut_layers

@@ -3,4 +3,6 @@
 rows.py        what a row says
 accelerate.py  of Accelerate
 fabric.py      of Lightning Fabric
+
+Tested by: tests/migrate
 """

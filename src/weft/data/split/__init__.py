@@ -11,4 +11,6 @@ stream_samples.py  samples of streams
 dispatch.py        one rank reads for all
 uneven_ranks.py    ranks whose data has different lengths
 loader_checks.py   loaders that cannot be split
+
+Tested by: tests/data, tests/transforms/test_shard_data.py
 """

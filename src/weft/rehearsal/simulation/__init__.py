@@ -11,4 +11,6 @@ messages.py           collectives by kind and axis
 lines.py              the line of the user's program that is running
 saving.py             `torch.save` without a file
 shortcuts.py          what torch does once per rank and need not
+
+Tested by: tests/rehearsal
 """

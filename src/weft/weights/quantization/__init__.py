@@ -2,6 +2,8 @@
 
 quantize.py          `quantized`
 quantized_layers.py  the libraries that quantize a layer
+
+Tested by: tests/interop/test_quantized.py
 """
 
 from weft.weights.quantization.quantize import quantized

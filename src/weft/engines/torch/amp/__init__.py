@@ -6,4 +6,6 @@ fp8_linear.py            linear layers that multiply matrices of 8-bit numbers
 loss_scale.py            the fp16 scale inside a module
 stored_weights.py        weights that rest in fewer bits
 graph_walk.py            what a backward pass runs through
+
+Tested by: tests/precision, tests/transforms/test_with_precision.py
 """

@@ -8,4 +8,6 @@ sequence_exchange.py  what it sends
 sequence_inputs.py    what a model is called with then
 sequence_code.py      which parts of a model attend or number tokens, read from its code
 experts/              experts divided among ranks, and tokens sent to them
+
+Tested by: tests/transforms/test_tensor_parallel.py, tests/transforms/test_context_parallel.py
 """

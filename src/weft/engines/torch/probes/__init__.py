@@ -11,4 +11,6 @@ between_blocks.py  and what is between blocks that have parts of a sequence
 part_uses.py       and whether a loss takes from what lies between them
 whole_experts.py   expert parallelism: experts on several ranks and all on each, and the layers around them
 sequence_slice.py  context parallelism: a slice of a batch in parts and whole
+
+Tested by: tests/probes
 """

@@ -11,4 +11,7 @@ local.py         steps on a rank's own gradients, and what the ranks do now and 
 skip.py          the step that is skipped on non-finite gradients
 rebind.py        optimizers moved to parameters that were replaced
 state_layout.py  where state lies between steps
+
+Tested by: tests/transforms, tests/training/test_one_kind.py, tests/training/test_step_hooks.py,
+    tests/engines/test_owner_step.py
 """

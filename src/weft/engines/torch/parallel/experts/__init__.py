@@ -6,4 +6,6 @@ listed.py               experts that are modules in a list
 expert_placeholders.py  what takes the place of listed experts while the module around them runs
 all_to_all.py           rows of tensors to the ranks they are for, and gradients back
 local_losses.py         losses of routers over the batch of one rank, which are refused
+
+Tested by: tests/transforms/test_expert_parallel.py, tests/engines/test_expert_lists.py
 """
