@@ -115,6 +115,26 @@ def hide_inherited_signature(
     return ("", None) if made_in.startswith(("torch.", "typing")) else None
 
 
+def list_names(app: Any, docname: str, source: list[str]) -> None:
+    """Replace `.. names:: package` by the names of `weft.__all__` from there."""
+    homes = {
+        name: getattr(weft, name).__module__.split(".")[1]
+        for name in weft.__all__
+        if name != "errors"
+    }
+
+    def entries(found: re.Match[str]) -> str:
+        names = [name for name, home in homes.items() if home in found[1].split()]
+        return "\n".join(
+            f".. autoclass:: weft.{name}\n   :members:\n   :inherited-members:"
+            if isinstance(getattr(weft, name), type)
+            else f".. autofunction:: weft.{name}"
+            for name in names
+        )
+
+    source[0] = re.sub(r"^\.\. names:: (.+)$", entries, source[0], flags=re.MULTILINE)
+
+
 def summarize(app: Any, docname: str, source: list[str]) -> None:
     """Begin an API page with tables: each name, and the first line of its docstring."""
     first = re.search(r"^```{eval-rst}$", source[0], re.MULTILINE)
@@ -166,6 +186,7 @@ def setup(app: Any) -> None:
     # before napoleon, which has priority 500
     app.connect("autodoc-process-docstring", show_own_fields, priority=400)
     app.connect("autodoc-process-signature", hide_inherited_signature)
+    app.connect("source-read", list_names)
     app.connect("source-read", summarize)
     app.connect("doctree-read", show_diffs)
     app.connect("missing-reference", find_by_public_name)

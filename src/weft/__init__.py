@@ -91,7 +91,8 @@ _SUBMODULES = frozenset(
         *("metrics", "monitoring", "precision", "rng", "testing", "weights"),
     }
 )
-LATER = MappingProxyType(
+# Where a name is, if not in the file of `transforms` that is called like it.
+_ELSEWHERE = MappingProxyType(
     {
         "assembly": "assemble",
         "checkpoint": "checkpointable restore save save_async",
@@ -105,44 +106,22 @@ LATER = MappingProxyType(
         "monitoring": "log progress",
         "precision": "Precision",
         "rehearsal.rehearse": "rehearse",
-        "transforms.accumulate_grads": "accumulate_grads",
-        "transforms.average_weights": "average_weights averages",
-        "transforms.clip_grads": "clip_grads",
-        "transforms.compile": "compile",
-        "transforms.context_parallel": "context_parallel",
-        "transforms.expert_parallel": "expert_parallel",
-        "transforms.full_grads": "full_grads",
-        "transforms.full_params": "full_params",
-        "transforms.fully_shard": "fully_shard",
-        "transforms.fuse_step": "fuse_step",
-        "transforms.gather_step": "gather_step",
-        "transforms.hooked": "hooked",
         "sharding.layers.tensor_plan": "tensor_plan",
         "sharding.stages": "plan_pipeline",
-        "transforms.local_steps": "local_steps",
-        "transforms.pipeline": "pipeline",
-        "transforms.place": "place",
-        "transforms.recompute": "recompute",
-        "transforms.replicate": "replicate",
-        "transforms.shard_data": "shard_data",
-        "transforms.skip_nonfinite": "skip_nonfinite was_skipped",
-        "transforms.step_in_backward": "step_in_backward",
-        "transforms.sync_batch_norm": "sync_batch_norm",
-        "transforms.tensor_parallel": "tensor_parallel",
-        "transforms.undo": "undo",
-        "transforms.with_precision": "loss_scale with_precision",
-        "transforms.zero_partition": "zero_partition",
+        "transforms.average_weights": "averages",
+        "transforms.skip_nonfinite": "was_skipped",
+        "transforms.with_precision": "loss_scale",
         "weights": "export load_weights quantized",
     }
 )
-_MODULE_OF = MappingProxyType({name: module for module, names in LATER.items() for name in names.split()})
+_MODULE_OF = MappingProxyType({name: module for module, names in _ELSEWHERE.items() for name in names.split()})
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"weft.{name}")
-    if name in _MODULE_OF:
-        return getattr(importlib.import_module(f"weft.{_MODULE_OF[name]}"), name)
+    if name in __all__:
+        return getattr(importlib.import_module(f"weft.{_MODULE_OF.get(name, f'transforms.{name}')}"), name)
     raise AttributeError(f"module 'weft' has no attribute {name!r}")
 
 

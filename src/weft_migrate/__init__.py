@@ -11,6 +11,8 @@ loops.py        a loop with `accumulate` becomes a loop over windows
 script.py       what is what in a script: models, loaders, loops, settings
 draft.py        a translation in progress
 library.py      what each call of Accelerate or Fabric is in weft: the rows of accelerate.toml and fabric.toml
+
+Tested by: tests/migrate
 """
 
 from weft_migrate.draft import Finding

@@ -1,15 +1,12 @@
 """Which transforms may be applied to one object, and in which order."""
 
-import importlib
-import inspect
 import itertools
-import pkgutil
 
 import pytest
 from torch import nn
 
 import weft
-import weft.transforms
+from tests.known_transforms import TRANSFORMS, objects_of, rules_of
 from weft.context import Applied
 from weft.contract import Part, Phase
 from weft.contract.marks import MARKS, Mark, Marks
@@ -61,18 +58,8 @@ OTHERS = ["hooked", "shard_data", "skip_nonfinite", "step_in_backward", "sync_ba
 LISTED = sorted({*TOO_LATE_AFTER, *NEVER_BOTH, *OTHERS})
 
 
-def _transforms():
-    """The rules of every transform of the package, and the objects that it takes."""
-    found = {}
-    for module in pkgutil.iter_modules(weft.transforms.__path__):
-        function = getattr(importlib.import_module(f"weft.transforms.{module.name}"), module.name)
-        if hasattr(function, "__wrapped__"):
-            names = inspect.getclosurevars(function).nonlocals
-            found[module.name] = names["rules"], {name.removesuffix("s") for name in names["given"]}
-    return found
-
-
-RULES = _transforms()
+# The rules of every transform of the package, and the objects that it takes.
+RULES = {name: (rules_of(transform), {*objects_of(transform)}) for name, transform in TRANSFORMS.items()}
 
 
 def _outcome(first, second):

@@ -1,15 +1,14 @@
 """The table of transforms and laws on the device, which ranks share: by its own backend, and through the host."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
+import weft
 from tests.gpu.device import COMPILER, DEVICE, DRY, REPLICATED, SHARDED, backend, needs
 from tests.laws.table import (
     ACCUMULATE,
     BF16,
-    COMPILED,
     FP16,
     FULLY,
     HYBRID,
@@ -21,17 +20,17 @@ from tests.laws.table import (
     ZERO1,
     ZERO2,
     ZERO3,
-    compile_it,
     needs_torch,
+    row_of,
 )
 from weft.testing import laws
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # torch warns of devices in its own ways
 
 # What the compiler fuses has other last bits.
-INDUCTOR = replace(
-    COMPILED, name=f"compiled[{COMPILER}]", apply=partial(compile_it, backend=COMPILER), one_rank_tolerance=1e-9,
-    tolerance=1e-9,
+INDUCTOR = row_of(
+    weft.compile, name=f"compiled[{COMPILER}]", options={"backend": COMPILER}, wrong={"backend": "nothing"},
+    one_rank_tolerance=1e-9, tolerance=1e-9,
 )  # fmt: skip
 ROWS = [FP16, FULLY] if DRY else list(TABLE)
 # The most telling first: a run on a device may be cut short.

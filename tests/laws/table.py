@@ -7,12 +7,14 @@ import itertools
 import pathlib
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 import pytest
 import torch
 from torch.torch_version import TorchVersion
 
 import weft
+from tests.known_transforms import objects_of
 from weft.testing.law_job import Model
 from weft.testing.laws import Job, Parts, Row
 
@@ -29,68 +31,79 @@ def _custom_transform():
 custom_transform = _custom_transform()
 
 
-def shard(parts: Parts, ctx, **options):
-    parts.loader, ctx = weft.shard_data(parts.loader, ctx, **{"uneven": "empty", **options})
+def apply(parts: Parts, ctx, transform, options):
+    """Apply a transform to the parts that its arguments name."""
+    names = objects_of(transform)
+    *objects, ctx = transform(*(getattr(parts, name) for name in names), ctx, **options)
+    for name, value in zip(names, objects, strict=True):
+        setattr(parts, name, value)
     return ctx
 
 
-def copy_weights(parts: Parts, ctx, **options):
-    parts.module, ctx = weft.replicate(parts.module, ctx, **options)
-    return ctx
+def row_of(transform, kind="", *, options=MappingProxyType({}), wrong=None, **facts):
+    """The row of a transform.
 
-
-def precise(parts: Parts, ctx, policy):
-    parts.module, ctx = weft.with_precision(parts.module, ctx, policy)
-    return ctx
-
-
-def precise_optimizer(parts: Parts, ctx):
-    parts.optimizer, ctx = weft.skip_nonfinite(parts.optimizer, ctx)
-    return ctx
-
-
-def accumulate(parts: Parts, ctx, **options):
-    parts.module, parts.loader, ctx = weft.accumulate_grads(parts.module, parts.loader, ctx, **options)
-    return ctx
-
-
-def norms(parts: Parts, ctx, **options):
-    parts.module, ctx = weft.sync_batch_norm(parts.module, ctx, **options)
-    return ctx
-
-
-def fuse(parts: Parts, ctx):
-    parts.optimizer, ctx = weft.fuse_step(parts.optimizer, ctx)
-    return ctx
-
-
-def fuse_wrong(parts: Parts, ctx):
-    parts.optimizer = torch.optim.Adagrad.__new__(torch.optim.LBFGS)
-    return fuse(parts, ctx)
-
-
-def cut_layers(parts: Parts, ctx, **options):
-    plan = {"first": "gather", "second": "gather", "third": "gather"}  # of which two are tied
-    parts.module, ctx = weft.tensor_parallel(parts.module, ctx, **{"plan": plan, **options})
-    return ctx
-
-
-def stages(parts: Parts, ctx, **options):
-    chosen = {
-        "stages": [["first", "second", "third"], ["scale", "head"]],  # of which two are tied
-        "loss": lambda output, y: (torch.nn.functional.cross_entropy(output, y, reduction="sum"), 1),
-        "schedule": "gpipe",
-        "micro_batches": 1,  # the last batch is of any size
+    Args:
+        transform: What it is about.
+        kind: Written in brackets behind its name, where a transform has several rows.
+        options: What it is given.
+        wrong: Options that it must refuse, besides those.
+        facts: Fields of `Row`.
+    """
+    given = objects_of(transform)
+    derived = {
+        "name": f"{transform.__name__}[{kind}]" if kind else transform.__name__,
+        "apply": partial(apply, transform=transform, options={**options}),
+        "on_optimizer": given == ["optimizer"],
+        "on_both": given == ["module", "optimizer"],
     }
-    parts.module, ctx = weft.pipeline(parts.module, ctx, **{**chosen, **options})
-    if dict(ctx.axes).get("data", 1) > 1:
-        parts.module, ctx = weft.replicate(parts.module, ctx)
-    return ctx
+    if wrong is not None:
+        derived["break_input"] = partial(apply, transform=transform, options={**options, **wrong})
+    return Row(**{**derived, **facts})
 
 
-def shard_fully(parts: Parts, ctx, **options):
-    parts.module, ctx = weft.fully_shard(parts.module, ctx, **options)
-    return ctx
+def apply_to(make, transform, parts: Parts, ctx):
+    """Apply a transform to another optimizer than that of the job."""
+    parts.optimizer = make(parts.module)
+    return apply(parts, ctx, transform, {})
+
+
+def lbfgs(module):
+    return torch.optim.Adagrad.__new__(torch.optim.LBFGS)
+
+
+def adafactor(module):
+    return torch.optim.Adafactor(module.parameters())
+
+
+def skip_nonfinite(parts: Parts, ctx):
+    return apply(parts, ctx, weft.skip_nonfinite, {})
+
+
+def stages(parts: Parts, ctx, options):
+    ctx = apply(parts, ctx, weft.pipeline, options)
+    return apply(parts, ctx, weft.replicate, {}) if dict(ctx.axes).get("data", 1) > 1 else ctx
+
+
+def summed_loss(output, y):
+    return torch.nn.functional.cross_entropy(output, y, reduction="sum"), 1
+
+
+IN_STAGES = {
+    "stages": [["first", "second", "third"], ["scale", "head"]],  # of which two are tied
+    "loss": summed_loss,
+    "schedule": "gpipe",
+    "micro_batches": 1,  # the last batch is of any size
+}
+
+
+def put_in_place(parts: Parts, ctx):
+    return apply(parts, ctx, weft.place, {"plan": {str(ctx.device): None}})
+
+
+def leave(block, args, kwargs, *output):
+    """Changes nothing."""
+    return output[0] if output else (args, kwargs)
 
 
 class Mixture(Model):
@@ -129,68 +142,6 @@ class MixtureJob(Job):
             return Mixture().to(self.dtype)
 
 
-def divide_experts(parts: Parts, ctx, **options):
-    parts.module, ctx = weft.expert_parallel(parts.module, ctx, **options)
-    return ctx
-
-
-def partition(parts: Parts, ctx, **options):
-    parts.module, parts.optimizer, ctx = weft.zero_partition(parts.module, parts.optimizer, ctx, **options)
-    return ctx
-
-
-def gather(parts: Parts, ctx):
-    parts.optimizer, ctx = weft.gather_step(parts.optimizer, ctx)
-    return ctx
-
-
-def step_inside(parts: Parts, ctx):
-    parts.optimizer, ctx = weft.step_in_backward(parts.optimizer, ctx)
-    return ctx
-
-
-def step_inside_wrong(parts: Parts, ctx):
-    parts.optimizer = torch.optim.Adafactor(parts.module.parameters())
-    return step_inside(parts, ctx)
-
-
-def gather_wrong(parts: Parts, ctx):
-    parts.optimizer = torch.optim.Adagrad.__new__(torch.optim.LBFGS)
-    return gather(parts, ctx)
-
-
-def compute_again(parts: Parts, ctx, blocks):
-    parts.module, ctx = weft.recompute(parts.module, ctx, blocks=blocks)
-    return ctx
-
-
-def hook(parts: Parts, ctx, **options):
-    parts.module, ctx = weft.hooked(
-        parts.module, ctx, blocks=["first", "head"], **{"before": leave, "after": leave, **options}
-    )
-    return ctx
-
-
-def put_in_place(parts: Parts, ctx, **options):
-    parts.module, ctx = weft.place(parts.module, ctx, **{"plan": {str(ctx.device): None}, **options})
-    return ctx
-
-
-def leave(block, args, kwargs, *output):
-    """Changes nothing."""
-    return output[0] if output else (args, kwargs)
-
-
-def compile_it(parts: Parts, ctx, **options):
-    parts.module, ctx = weft.compile(parts.module, ctx, **{"backend": "eager", **options})
-    return ctx
-
-
-def split_sequences(parts: Parts, ctx, **options):
-    parts.module, ctx = weft.context_parallel(parts.module, ctx, **options)
-    return ctx
-
-
 class Attentive(Model):
     """The model of the laws with a causal attention between its layers."""
 
@@ -227,17 +178,6 @@ class Linear(Job):
         return torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.1)
 
 
-def step_apart(parts: Parts, ctx, **options):
-    chosen = {"every": 1, **options}
-    parts.module, parts.optimizer, ctx = weft.local_steps(parts.module, parts.optimizer, ctx, **chosen)
-    return ctx
-
-
-def average(parts: Parts, ctx, **options):
-    parts.module, ctx = weft.average_weights(parts.module, ctx, **options)
-    return ctx
-
-
 def sum_all(parts: Parts, ctx):
     parts.module, ctx = custom_transform.sum_gradients(parts.module, ctx)
     return ctx
@@ -248,137 +188,71 @@ def sum_other_model(parts: Parts, ctx):
     return sum_all(other, None if ctx is None else ctx.only(0))
 
 
-SHARD = Row(name="shard_data", apply=shard, break_input=partial(shard, uneven="nonsense"))
-SPLIT = Row(
-    name="shard_data[join,keyed]", apply=partial(shard, uneven="join", keyed=True), break_input=partial(shard, mode="x")
-)
-REPLICATE = Row(
-    name="replicate", apply=copy_weights, synchronizes=True, break_input=partial(copy_weights, bucket_bytes=-1)
-)
-FLAT = Row(
-    name="replicate[flat]",
-    apply=partial(copy_weights, flat=True),
-    synchronizes=True,
-    break_input=partial(copy_weights, axis="nowhere"),
-)
-UNUSED = Row(
-    name="replicate[unused]",
-    apply=partial(copy_weights, unused="zero"),
-    synchronizes=True,
-    break_input=partial(copy_weights, unused="sometimes"),
-)
-TINY_BUCKETS = Row(name="replicate[buckets]", apply=partial(copy_weights, bucket_bytes=64), synchronizes=True)
-FP32 = Row(
-    name="with_precision[fp32]",
-    apply=partial(precise, policy="fp32"),
+EMPTY = {"uneven": "empty"}
+SHARD = row_of(weft.shard_data, options=EMPTY, wrong={"uneven": "nonsense"})
+REPLICATE = row_of(weft.replicate, synchronizes=True, wrong={"bucket_bytes": -1})
+FLAT = row_of(weft.replicate, "flat", synchronizes=True, options={"flat": True}, wrong={"axis": "nowhere"})
+FP32 = row_of(
+    weft.with_precision,
+    "fp32",
+    options={"policy": "fp32"},
+    wrong={"policy": "fp31"},
     dtype=torch.float32,
     tolerance=2e-6,
-    break_input=partial(precise, policy="fp31"),
 )
 # Tolerances of 16-bit rows: AdamW moves each weight by about lr=0.01 a step whatever the size of the
 # gradient, so a gradient near zero that rounds to the other sign costs 0.02 per step, of 10 steps.
-BF16 = Row(
-    name="with_precision[bf16]",
-    apply=partial(precise, policy="bf16"),
-    dtype=torch.float32,
-    tolerance=0.05,
-    one_rank_tolerance=0.05,
-    break_input=partial(precise, policy=weft.Precision(compute=torch.bfloat16)),
+IN_16_BITS = {"dtype": torch.float32, "tolerance": 0.05, "one_rank_tolerance": 0.05}
+BF16 = row_of(
+    weft.with_precision,
+    "bf16",
+    options={"policy": "bf16"},
+    wrong={"policy": weft.Precision(compute=torch.bfloat16)},
+    **IN_16_BITS,
 )
-FP16_MODULE = Row(
-    name="with_precision[fp16]",
-    apply=partial(precise, policy="fp16"),
-    then=precise_optimizer,
-    dtype=torch.float32,
-    tolerance=0.05,
-    one_rank_tolerance=0.05,
-)
-FP16 = Row(
-    name="skip_nonfinite",
-    apply=precise_optimizer,
-    on_optimizer=True,
-    needs=(FP16_MODULE,),
-    dtype=torch.float32,
-    tolerance=0.05,
-    one_rank_tolerance=0.05,
-)
-ACCUMULATE = Row(
-    name="accumulate_grads[3]", apply=partial(accumulate, steps=3), break_input=partial(accumulate, steps=0)
-)
-EVERY = Row(
-    name="accumulate_grads[2,every]",
-    apply=partial(accumulate, steps=2, reduce="every"),
-    break_input=partial(accumulate, steps=3, reduce="never"),
-)
-NORMS = Row(name="sync_batch_norm", apply=norms, break_input=partial(norms, axis="nowhere"))
-FUSE = Row(name="fuse_step", apply=fuse, on_optimizer=True, needs=(FLAT,), break_input=fuse_wrong)
+FP16_MODULE = row_of(weft.with_precision, "fp16", options={"policy": "fp16"}, then=skip_nonfinite, **IN_16_BITS)
+FP16 = row_of(weft.skip_nonfinite, apply=skip_nonfinite, needs=(FP16_MODULE,), **IN_16_BITS)
+ACCUMULATE = row_of(weft.accumulate_grads, "3", options={"steps": 3}, wrong={"steps": 0})
+NORMS = row_of(weft.sync_batch_norm, wrong={"axis": "nowhere"})
 CUSTOM = Row(name="sum_gradients", apply=sum_all, synchronizes=True, break_input=sum_other_model)
-
-FULLY = Row(
-    name="fully_shard",
-    apply=partial(shard_fully, units=torch.nn.Linear),
-    synchronizes=True,
-    break_input=partial(shard_fully, units="nowhere"),
-)
-HYBRID = Row(
-    name="fully_shard[hybrid]",
-    apply=partial(shard_fully, reshard_after_forward=False),
+FULLY = row_of(weft.fully_shard, synchronizes=True, options={"units": torch.nn.Linear}, wrong={"units": "nowhere"})
+HYBRID = row_of(
+    weft.fully_shard,
+    "hybrid",
     synchronizes=True,
     mesh={"replica": -1, "shard": 2},
-    break_input=partial(shard_fully, axis=("replica", "shards")),
+    options={"reshard_after_forward": False},
+    wrong={"axis": ("replica", "shards")},
 )
-TENSOR = Row(
-    name="tensor_parallel",
-    apply=cut_layers,
+GATHERED = {"first": "gather", "second": "gather", "third": "gather"}  # of which two are tied
+TENSOR = row_of(
+    weft.tensor_parallel,
     synchronizes=True,
     mesh={"tensor": -1},
-    break_input=partial(cut_layers, plan={"nowhere": "column"}),
+    options={"plan": GATHERED},
+    wrong={"plan": {"nowhere": "column"}},
 )
-EXPERTS = Row(
-    name="expert_parallel",
-    apply=divide_experts,
-    mesh={"expert": -1},
-    job=MixtureJob,
-    break_input=partial(divide_experts, axis="nowhere"),
-)
-STAGES = Row(
-    name="pipeline",
-    apply=stages,
+EXPERTS = row_of(weft.expert_parallel, mesh={"expert": -1}, job=MixtureJob, wrong={"axis": "nowhere"})
+STAGES = row_of(
+    weft.pipeline,
+    apply=partial(stages, options=IN_STAGES),
+    break_input=partial(stages, options={**IN_STAGES, "schedule": "2f2b"}),
     synchronizes=True,
     mesh={"data": -1, "pipeline": 2},
-    break_input=partial(stages, schedule="2f2b"),
 )
-ZERO1 = Row(
-    name="zero_partition[1]",
-    apply=partial(partition, stage=1),
-    on_both=True,
-    synchronizes=True,
-    break_input=partial(partition, stage=1, unused="sometimes"),
-)
-ZERO2 = Row(
-    name="zero_partition[2]",
-    apply=partial(partition, stage=2),
-    on_both=True,
-    synchronizes=True,
-    break_input=partial(partition, stage=2, units="nowhere"),
-)
-ZERO3 = Row(
-    name="zero_partition[3]",
-    apply=partial(partition, stage=3),
-    on_both=True,
-    synchronizes=True,
-    break_input=partial(partition, stage=3, engine="nothing"),
-)
+ZERO1 = row_of(weft.zero_partition, "1", synchronizes=True, options={"stage": 1}, wrong={"unused": "sometimes"})
+ZERO2 = row_of(weft.zero_partition, "2", synchronizes=True, options={"stage": 2}, wrong={"units": "nowhere"})
+ZERO3 = row_of(weft.zero_partition, "3", synchronizes=True, options={"stage": 3}, wrong={"engine": "nothing"})
 # DeepSpeed steps in float32. `bucket_bytes` small: several messages per backward pass.
 DEEPSPEED = [
-    Row(
-        name=f"zero_partition[deepspeed{kind}]",
-        apply=partial(partition, engine="deepspeed", **options),
-        on_both=True,
+    row_of(
+        weft.zero_partition,
+        f"deepspeed{kind}",
+        options={"engine": "deepspeed", **options},
+        wrong=wrong,
         synchronizes=True,
         dtype=torch.float32,
         tolerance=2e-6,
-        break_input=partial(partition, engine="deepspeed", **{**options, **wrong}),
     )
     for kind, options, wrong in (
         ("", {"stage": 3}, {"units": torch.nn.Linear}),
@@ -387,47 +261,36 @@ DEEPSPEED = [
         (" 3, small", {"stage": 3, "bucket_bytes": 256}, {"config": {"no such key": 1, "gradient_clipping": "much"}}),
     )
 ]
-LOCAL = Row(
-    name="local_steps",
-    apply=step_apart,
-    on_both=True,
-    synchronizes=True,
-    job=partial(Linear, clip=1e9),
-    break_input=partial(step_apart, every=0),
+LOCAL = row_of(
+    weft.local_steps, synchronizes=True, job=partial(Linear, clip=1e9), options={"every": 1}, wrong={"every": 0}
 )
-GATHER = Row(name="gather_step", apply=gather, on_optimizer=True, needs=(FULLY,), break_input=gather_wrong)
-INSIDE = Row(
-    name="step_in_backward",
-    apply=step_inside,
-    on_optimizer=True,
-    needs=(FULLY,),
-    job=partial(Linear, clip=float("inf")),
-    break_input=step_inside_wrong,
-)
-RECOMPUTE = Row(
-    name="recompute",
-    apply=partial(compute_again, blocks=["first", "head"]),
-    break_input=partial(compute_again, blocks="nowhere"),
-)
-HOOKED = Row(name="hooked", apply=hook, break_input=partial(hook, before="nothing"))
-PLACED = Row(name="place", apply=put_in_place, break_input=partial(put_in_place, plan={"cpu": 3}))
-COMPILED = Row(name="compile", apply=compile_it, break_input=partial(compile_it, backend="nothing"))
-CONTEXT = Row(
-    name="context_parallel",
-    apply=split_sequences,
-    mesh={"data": -1, "context": 2},
-    job=Sequences,
-    break_input=partial(split_sequences, method="nothing"),
-)
-AVERAGE = Row(name="average_weights", apply=average, break_input=partial(average, decay=2.0))
+TWO_BLOCKS = {"blocks": ["first", "head"]}
+RECOMPUTE = row_of(weft.recompute, options=TWO_BLOCKS, wrong={"blocks": "nowhere"})
+COMPILED = row_of(weft.compile, options={"backend": "eager"}, wrong={"backend": "nothing"})
+CONTEXT = row_of(weft.context_parallel, mesh={"data": -1, "context": 2}, job=Sequences, wrong={"method": "nothing"})
+AVERAGE = row_of(weft.average_weights, wrong={"decay": 2.0})
 
+# Those with a name are needed below or by other tests; a new transform needs one more row here.
 TABLE = [
-    SHARD, SPLIT, REPLICATE, FLAT, UNUSED, TINY_BUCKETS, FP32, BF16, FP16, ACCUMULATE, EVERY, NORMS, FUSE, CUSTOM,
-    FULLY, HYBRID, EXPERTS, TENSOR, STAGES, ZERO1, ZERO2, ZERO3, GATHER, RECOMPUTE, HOOKED, COMPILED, CONTEXT, AVERAGE,
-    LOCAL, INSIDE, PLACED,
+    SHARD, REPLICATE, FLAT, FP32, BF16, FP16, ACCUMULATE, NORMS, CUSTOM, FULLY, HYBRID, EXPERTS, TENSOR, STAGES, ZERO1,
+    ZERO2, ZERO3, LOCAL, RECOMPUTE, COMPILED, CONTEXT, AVERAGE,
+    row_of(weft.shard_data, "join,keyed", options={"uneven": "join", "keyed": True}, wrong={"mode": "x"}),
+    row_of(weft.replicate, "unused", synchronizes=True, options={"unused": "zero"}, wrong={"unused": "sometimes"}),
+    row_of(weft.replicate, "buckets", synchronizes=True, options={"bucket_bytes": 64}),
+    row_of(weft.accumulate_grads, "2,every", options={"steps": 2, "reduce": "every"}, wrong={"reduce": "never"}),
+    row_of(weft.fuse_step, needs=(FLAT,), break_input=partial(apply_to, lbfgs, weft.fuse_step)),
+    row_of(weft.gather_step, needs=(FULLY,), break_input=partial(apply_to, lbfgs, weft.gather_step)),
+    row_of(
+        weft.step_in_backward,
+        needs=(FULLY,),
+        job=partial(Linear, clip=float("inf")),
+        break_input=partial(apply_to, adafactor, weft.step_in_backward),
+    ),
+    row_of(weft.hooked, options={**TWO_BLOCKS, "before": leave, "after": leave}, wrong={"before": "nothing"}),
+    row_of(weft.place, apply=put_in_place, wrong={"plan": {"cpu": 3}}),
 ]  # fmt: skip
 # The oldest torch with which a row runs on several ranks.
-LEAST_TORCH = {INSIDE.name: "2.13"}
+LEAST_TORCH = {"step_in_backward": "2.13"}
 
 
 def needs_torch(row):

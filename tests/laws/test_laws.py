@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.known_transforms import TRANSFORMS, objects_of, rules_of
 from tests.variants import slow, slow_cases
 from weft.testing import laws
 
@@ -22,6 +23,7 @@ from .table import (
     SHARD,
     TABLE,
     TENSOR,
+    custom_transform,
     needs_torch,
 )
 
@@ -61,89 +63,8 @@ def test_ranks_equal_reference(row, ranks):
     laws.ranks_equal_reference(row, ranks)
 
 
-# What may not come after each, or not be combined with it at all.
-_NOT_AFTER = {
-    "accumulate_grads": {
-        "context_parallel",
-        "fully_shard",
-        "replicate",
-        "shard_data",
-        "sum_gradients",
-        "zero_partition",
-        "tensor_parallel",
-        "expert_parallel",
-        "local_steps",
-    },
-    "average_weights": {
-        "fully_shard",
-        "replicate",
-        "with_precision",
-        "zero_partition",
-        "tensor_parallel",
-        "expert_parallel",
-        "local_steps",
-    },
-    "compile": {
-        "context_parallel",
-        "fully_shard",
-        "recompute",
-        "replicate",
-        "sync_batch_norm",
-        "with_precision",
-        "zero_partition",
-        "tensor_parallel",
-        "expert_parallel",
-    },
-    "expert_parallel": {"recompute", "sync_batch_norm", "with_precision"},
-    "context_parallel": {"recompute", "sync_batch_norm", "with_precision"},
-    "fully_shard": {
-        "context_parallel",
-        "recompute",
-        "replicate",
-        "sum_gradients",
-        "sync_batch_norm",
-        "with_precision",
-        "zero_partition",
-        "tensor_parallel",
-        "expert_parallel",
-        "local_steps",
-    },
-    "recompute": {"sync_batch_norm", "with_precision"},
-    "replicate": {
-        "context_parallel",
-        "fully_shard",
-        "recompute",
-        "sum_gradients",
-        "sync_batch_norm",
-        "with_precision",
-        "zero_partition",
-        "tensor_parallel",
-        "expert_parallel",
-        "local_steps",
-    },
-    "sum_gradients": {"fully_shard", "replicate", "with_precision", "zero_partition"},
-    "tensor_parallel": {"recompute", "sync_batch_norm", "with_precision"},
-    "zero_partition": {
-        "context_parallel",
-        "fully_shard",
-        "recompute",
-        "replicate",
-        "sum_gradients",
-        "sync_batch_norm",
-        "with_precision",
-        "tensor_parallel",
-        "expert_parallel",
-        "local_steps",
-    },
-    "local_steps": {
-        "average_weights",
-        "fully_shard",
-        "replicate",
-        "sync_batch_norm",
-        "with_precision",
-        "zero_partition",
-    },
-}
+# What strategies refuse, whatever the order: gradients averaged over the axis whose ranks step for themselves.
+_OVER_ONE_AXIS = {("local_steps", name) for name in ("fully_shard", "replicate", "zero_partition")}
 # ... and what DeepSpeed cannot do that torch can.
 _NOT_WITH_DEEPSPEED = {
     *(("with_precision[fp16]", row.name) for row in DEEPSPEED),
@@ -154,6 +75,15 @@ _NOT_WITH_DEEPSPEED = {
 
 def _name(row):
     return row.name.partition("[")[0]
+
+
+def _refused(one, two):
+    """Whether the rules let the second not come after the first, where both change one object."""
+    first, second = (TRANSFORMS.get(name, custom_transform.sum_gradients) for name in (one, two))
+    if not {*objects_of(first)} & {*objects_of(second)}:
+        return False
+    before, after = rules_of(first), rules_of(second)
+    return after.cannot_meet(before) or after.must_precede(before) or (one, two) in _OVER_ONE_AXIS
 
 
 # Two options of one transform are law 3.
@@ -189,4 +119,4 @@ def test_pair_agrees_or_names_the_right_order(one, two):
     if (one.name, two.name) in _NOT_WITH_DEEPSPEED:
         assert outcome == "refused"
         return
-    assert outcome == ("refused" if _name(two) in _NOT_AFTER.get(_name(one), ()) else "agrees")
+    assert outcome == ("refused" if _refused(_name(one), _name(two)) else "agrees")

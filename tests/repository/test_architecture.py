@@ -13,6 +13,8 @@ import sys
 import pytest
 
 import weft
+from tests.known_transforms import TRANSFORMS
+from tests.laws.table import TABLE
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "weft"
@@ -257,6 +259,40 @@ def test_the_docstring_of_a_package_lists_its_files(package):
     assert listed == files - {"__init__.py"}
 
 
+def _tested_by(package):
+    """The tests that the last paragraph of a package's docstring names."""
+    text = ast.get_docstring(TREES[(package / "__init__.py").relative_to(ROOT / "src").as_posix()]) or ""
+    found = re.fullmatch(r"Tested by: (\S+(?:,\s+\S+)*)", text.rpartition("\n\n")[2])
+    return [ROOT / name for name in re.split(r",\s+", found[1])] if found else []
+
+
+def _imported(tree):
+    """The modules and names that a file imports, with their packages."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+
+
+def _needed(test):
+    """What a file of tests names of the package, functions of the facade by their modules, and what those import."""
+    text = test.read_text()
+    names = {*re.findall(r"\bweft\w*(?:\.\w+)+", text), *_imported(ast.parse(text))}
+    names |= {str(getattr(getattr(weft, name, None), "__module__", "")) for name in re.findall(r"\bweft\.(\w+)", text)}
+    modules = {name for full in names for name in (full, full.rpartition(".")[0])} - {"", "weft"}
+    files = {f"{name.replace('.', '/')}{end}" for name in modules for end in (".py", "/__init__.py")} & {*TREES}
+    return names.union(*(_imported(TREES[file]) for file in files))
+
+
+@pytest.mark.parametrize(
+    "package", [*PACKAGES, SOURCE / "transforms"], ids=lambda p: p.relative_to(ROOT / "src").as_posix()
+)
+def test_the_docstring_of_a_package_names_its_tests(package):
+    named = _tested_by(package)
+    tests = [[path] if path.is_file() else sorted(path.rglob("test_*.py")) for path in named]
+    assert tests and all(tests), named
+    name = ".".join(package.relative_to(ROOT / "src").parts)
+    assert any(f"{one}.".startswith(f"{name}.") for files in tests for test in files for one in _needed(test))
+
+
 def test_no_folder_is_a_pile():
     folders = {path.parent for path in FILES if path.parent.name != "transforms"}
     piles = {folder.name: len(list(folder.glob("*.py"))) for folder in folders}
@@ -384,18 +420,13 @@ def _transform_files():
     return [n for n in weft.__all__ if getattr(getattr(weft, n), "__module__", "") == f"weft.transforms.{n}"]
 
 
-def _transforms():
-    """Those that went through the decorator of the contract."""
-    return [name for name in _transform_files() if hasattr(getattr(weft, name), "__wrapped__")]
-
-
 def _mentions(folder, pattern, name):
     pages = [path for path in sorted((ROOT / folder).rglob(pattern)) if "_build" not in path.parts]
     return [path.name for path in pages if re.search(rf"\b{name}\b", path.read_text())]
 
 
 def test_the_transforms_are_found():
-    assert {"accumulate_grads", "replicate", "with_precision"} <= set(_transforms()) < set(_transform_files())
+    assert {"accumulate_grads", "replicate", "with_precision"} <= {*TRANSFORMS} < {*_transform_files()}
 
 
 @pytest.mark.parametrize("name", _transform_files())
@@ -404,17 +435,22 @@ def test_a_transform_has_its_test(name):
     assert (ROOT / "tests" / "transforms" / f"test_{name}.py").is_file()
 
 
-@pytest.mark.parametrize("name", _transforms())
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_has_its_row_in_the_laws(name):
-    assert re.search(rf'Row\(\s*name="{name}\b', (ROOT / "tests" / "laws" / "table.py").read_text())
+    assert name in {row.name.partition("[")[0] for row in TABLE}
+
+
+def _code_that_runs():
+    """The examples, and the blocks of the pages that `test_docs.py` runs."""
+    yield from (path.read_text() for path in sorted((ROOT / "examples").glob("*.py")))
+    for page in sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "contributing.md"}):
+        yield from re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("name", _transform_files())
-def test_a_transform_is_shown_in_an_example(name):
-    # What has no file of its own name belongs to others: shard_data to all, plain to fully_shard.
-    own = [ROOT / "examples" / f"{name}.py"]
-    files = own if own[0].is_file() else sorted((ROOT / "examples").glob("*.py"))
-    assert any(f"weft.{name}(" in file.read_text() for file in files)
+def test_a_transform_is_shown_in_code_that_runs(name):
+    own = ROOT / "examples" / f"{name}.py"
+    assert any(f"weft.{name}(" in code for code in ([own.read_text()] if own.is_file() else _code_that_runs()))
 
 
 def test_every_public_name_is_documented():

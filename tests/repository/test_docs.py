@@ -79,7 +79,7 @@ def test_the_runner_sees_wrong_output(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_fences_are_of_known_kinds(page):
-    known = re.compile(r"python|text|sh|toml|\{eval-rst\}|\{toctree\}|\{(?:literal)?include\} \S+")
+    known = re.compile(r"python|text|sh|toml|diff|\{eval-rst\}|\{toctree\}|\{(?:literal)?include\} \S+")
     assert [language for language, *_ in _blocks(page) if not known.fullmatch(language)] == []
 
 
@@ -124,7 +124,8 @@ def test_links_and_included_files_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_named_files_of_the_repository_exist(page):
     named = re.findall(r"`((?:tests|examples|src|docs|benchmarks|\.ci)/[\w./]*)`", _text(page))
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    added = re.findall(r"^### `(\S+)`$", _text(page), re.MULTILINE)  # by the example of contributing.md
+    assert [name for name in named if not (ROOT / name).exists() and name not in added] == []
 
 
 def test_included_lines_begin_where_the_code_begins():
@@ -222,15 +223,19 @@ def test_links_of_the_front_pages_exist(name):
 
 
 def _guides():
-    return "\n".join(_text(page) for page in PAGES if page not in API and page.stem not in ("changes", "features"))
+    others = ("changes", "contributing", "features")
+    return "\n".join(_text(page) for page in PAGES if page not in API and page.stem not in others)
 
 
 def _entries(page):
     return re.findall(r"^\.\. auto(?!module)\w+:: (weft\.\S+)$", _text(page), re.MULTILINE)
 
 
-def test_the_api_page_of_the_facade_lists_its_names_and_nothing_else():
-    assert sorted([*_entries(DOCS / "api" / "weft.md"), "weft.errors"]) == [f"weft.{name}" for name in weft.__all__]
+def test_the_api_page_of_the_facade_lists_its_names():
+    """By the packages that they come from, from which `conf.py` makes the entries."""
+    listed = re.findall(r"^\.\. names:: (.+)$", _text(DOCS / "api" / "weft.md"), re.MULTILINE)
+    homes = {getattr(weft, name).__module__.split(".")[1] for name in weft.__all__ if name != "errors"}
+    assert sorted(" ".join(listed).split()) == sorted(homes)
 
 
 # Their `__all__` is for users alone; that of other packages is also for weft itself.
@@ -240,8 +245,8 @@ def test_the_api_page_of_the_facade_lists_its_names_and_nothing_else():
 )
 def test_the_api_page_of_a_package_lists_its_names(package):
     module = getattr(weft, package)
-    listed = {name.rpartition(".")[2] for page in ("weft", package) for name in _entries(DOCS / "api" / f"{page}.md")}
-    assert sorted({*module.__all__} - listed - {"numbers_of"}) == []
+    listed = {name.rpartition(".")[2] for name in _entries(DOCS / "api" / f"{package}.md")}
+    assert sorted({*module.__all__} - listed - {*weft.__all__, "numbers_of"}) == []
 
 
 def test_the_api_page_of_testing_lists_its_names_and_its_laws():
@@ -252,11 +257,9 @@ def test_the_api_page_of_testing_lists_its_names_and_its_laws():
 
 def test_a_name_has_one_entry_on_the_page_of_its_package():
     entries = [(name, page.stem) for page in API for name in _entries(page)]
-    assert len({name for name, _ in entries}) == len(entries) > 150
-    elsewhere = {"weft": "weft", "sharding": "transforms"}
+    assert len({name for name, _ in entries}) == len(entries) > 100
     for name, page in entries:
-        package = name.split(".")[1] if name.count(".") > 1 else "weft"
-        assert page == elsewhere.get(package, package), name
+        assert page == name.split(".")[1].replace("sharding", "transforms"), name
 
 
 @pytest.mark.parametrize("name", [n for n in weft.__all__ if isinstance(getattr(weft, n), types.FunctionType)])
@@ -266,6 +269,8 @@ def test_every_public_function_is_in_a_guide(name):
 
 def test_names_of_weft_on_the_pages_exist():
     for page in PAGES:
+        if page.stem == "contributing":
+            continue  # adds a transform, in a copy of the tree
         for name in set(re.findall(r"\bweft\.((?:[a-z]+\.)*\w+)\(", _text(page))):
             value = weft
             for part in name.split("."):

@@ -17,6 +17,8 @@ state/               objects as tensors and plain values, and back
 JSON; bytes and hash of each file, with the name of the hash. Its own first line holds the SHA-256 of
 the rest of it. Nothing is pickled. A tensor may be cut up in any way, so the number of ranks and the
 strategy may differ between saving and restoring.
+
+Tested by: tests/checkpoint
 """
 
 from weft.checkpoint.restore import Restored, restore

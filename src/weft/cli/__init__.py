@@ -11,6 +11,8 @@ estimate.py     sizes of a model, and the memory of training it
 rehearse.py     a script as one rank of many, without memory
 report.py       a run as one page of HTML
 migrate.py      rewrite a script of Accelerate or Fabric
+
+Tested by: tests/cli, tests/launching/test_launch.py, tests/context/test_config.py
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ on_all_ranks.py   work that fails on one rank fails on all
 Collective (all ranks of the context call them): reduce, gather, reduce_scatter, all_to_all, pad_across, broadcast,
 scatter, gather_objects, any_rank, barrier, all_or_none, main_first, vocab_cross_entropy; of metrics.py gather_metrics,
 weighted_mean, denominator. Local: on_rank.
+
+Tested by: tests/collectives
 """
 
 from weft.collectives.barriers import all_or_none, any_rank, barrier, main_first, on_rank

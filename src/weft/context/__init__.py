@@ -11,6 +11,8 @@ config.py        the file that settings may come from
 placement.py     values and modules brought to the device of a context
 preemption.py    the end of a job that is asked to end
 shutdown.py      groups of a world, and its orderly end
+
+Tested by: tests/context
 """
 
 from weft.context.distcontext import Applied, DistContext

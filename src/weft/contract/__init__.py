@@ -23,6 +23,8 @@ select_modules.py  parts of a module by class, name, size or function
 is a value, and a mark on the object, which holds what the transform offers to later ones. Offers
 are small protocols: `accumulate_grads` asks for every `GradSync` on a module and does not know
 who offered it. There is nothing to register.
+
+Tested by: tests/contract, tests/laws
 """
 
 from weft.contract.layout import gradient_axes, is_here, layouts, owners, part_axes

@@ -13,6 +13,8 @@ pack_collate.py        batches without padding: samples one after the other
 mixture.py             one dataset of several, with weights
 split_sequence.py      this rank's part of every sequence of a batch
 batch_size.py          global batch sizes, and the largest that fits
+
+Tested by: tests/data, tests/transforms/test_shard_data.py, tests/transforms/test_accumulate_grads.py
 """
 
 from weft.data.batch_size import BatchMath, batch_math, find_batch_size, split_between

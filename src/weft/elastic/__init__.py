@@ -5,6 +5,8 @@ step_mark.py         what a step that failed has changed besides the weights, an
 join.py              the state of one replica, sent to another one in pieces
 memory_copy.py       a copy of the state that outlives all replicas
 requirements.py      what a program has to be, so that its steps can be made again
+
+Tested by: tests/elastic
 """
 
 from weft.elastic.resilient_loader import Resilient, resilient

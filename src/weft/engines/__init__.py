@@ -12,6 +12,8 @@ deepspeed/       DeepSpeed's ZeRO, for `zero_partition`, a guest
 
 Engines know nothing of contexts and contracts: they are handed groups, devices and options. Guests are found by name
 alone, when a program asks for them.
+
+Tested by: tests/engines, tests/transforms, tests/probes/test_runner.py
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ topology.py    the result
 cores.py       the cores of this machine that may be used
 joined.py      whether they are meant for this process, or for the rank that started it
 parent.py      a process that ends with the one that started it
+
+Tested by: tests/environments
 """
 
 from weft.environments.cores import cores_here

@@ -11,4 +11,6 @@ plan.py             how many ranks, threads and cores
 devices.py          which accelerators they get
 slurm.py            the same for a cluster
 failures.py         which rank failed first, and with what
+
+Tested by: tests/launching
 """

@@ -8,18 +8,18 @@ first, and with it the ranks, in the middle of what they do to end in good order
 
 import gc
 import importlib
+import pkgutil
 import signal
 import sys
 
 import torch
 
-import weft
+import weft.transforms
 
 torch.optim.SGD([torch.zeros(1)])  # imports it
 
-for module in weft.LATER:
-    if module.startswith("transforms."):  # what nearly every program uses
-        importlib.import_module(f"weft.{module}")
+for module in pkgutil.iter_modules(weft.transforms.__path__, "weft.transforms."):  # what nearly every program uses
+    importlib.import_module(module.name)
 
 # Only there: multiprocessing starts that process as `python -c`. Who imports this elsewhere keeps what it has.
 if sys.argv[0] == "-c" and "multiprocessing.forkserver" in sys.modules:

@@ -15,6 +15,8 @@ health.py       `watch_health`: NaN, infinite and jumping losses, and where they
 report/         the folders of one or several runs as one page of HTML
 
 Nothing here changes what is computed. A rank communicates where the docstring says so, and nowhere else.
+
+Tested by: tests/monitoring
 """
 
 from weft.monitoring.flops import count_flops, peak_flops

@@ -11,4 +11,6 @@ quorum.py            which replicas of an elastic job make the next steps togeth
 replica_groups.py    one of these replicas: it meets the others, and loses them
 pretended.py         a group whose other ranks are only pretended
 ledger.py            facts of one strategy, compared with those of the other ranks
+
+Tested by: tests/peers
 """

@@ -3,6 +3,8 @@
 policies.py   Precision, LossScaling, and the policies with names
 power_sgd.py  PowerSGD: gradients that are approximated on their way between ranks
 scopes.py     autocast and creation_dtype: code outside of modules
+
+Tested by: tests/precision, tests/transforms/test_with_precision.py
 """
 
 from weft.precision.policies import LOW, NAMED, LossScaling, PolicyName, Precision, PrecisionOffer, named_policy

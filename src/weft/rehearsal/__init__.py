@@ -12,6 +12,8 @@ messages.py        what ranks send each other, and a model of the time it takes
 result.py          `Rehearsal`: memory by kind, messages by axis, as a value that prints
 table.py           how it prints
 estimate.py        memory from the shapes of parameters alone
+
+Tested by: tests/rehearsal, tests/cli/test_rehearse.py
 """
 
 from weft.rehearsal.memory import Holder, Memory, Moment

@@ -14,6 +14,9 @@ shard_module.py       all of it in its order, and the engine
 reduce_module.py      the same for gradients that are averaged
 find_experts.py       experts that can be divided among ranks
 layers/               the same for layers that are cut by a plan
+
+Tested by: tests/transforms/test_fully_shard.py, tests/transforms/test_pipeline.py, tests/training/test_other_axes.py,
+    tests/engines/test_owner_step.py
 """
 
 from weft.sharding.layers.tensor_layers import cut_layers

@@ -11,4 +11,7 @@ quantized.py         weights that other libraries have quantized
 pairwise.py          small tensors, summed and gathered between pairs of ranks
 messages.py          how tensors travel: on which device, many as one message
 rng_state.py         the random states of this process; those of generators as JSON
+
+Tested by: tests/data/test_batches.py, tests/data/test_split_sequence.py, tests/collectives/test_pairwise.py,
+    tests/training/test_parameter_kinds.py
 """

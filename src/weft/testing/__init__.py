@@ -9,6 +9,8 @@ equivalence.py   does training give the same at every world size?
 rehearsed.py     does a rehearsal say what a real run then does?
 laws.py          what every transform promises, as functions
 law_job.py       the small training job they run
+
+Tested by: tests/testing
 """
 
 from weft.testing import laws as laws

@@ -1,1 +1,4 @@
-"""The transforms, one file each; file name = function name."""
+"""The transforms, one file each; file name = function name.
+
+Tested by: tests/transforms, tests/laws
+"""

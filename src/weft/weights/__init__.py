@@ -12,6 +12,8 @@ tied.py           `find_tied`, `tie`
 on_meta.py        `on_meta`: modules without memory for their parameters
 quantization/     weights in 8 or 4 bits: `quantized`
 places/           where the parts of a module lie: `module_sizes`, `plan_placement`
+
+Tested by: tests/weights
 """
 
 from weft.weights.export import export

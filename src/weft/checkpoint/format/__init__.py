@@ -7,4 +7,6 @@ safetensors_write.py  safetensors files with hashes, brought to the disk for cer
 safetensors_read.py   tensors out of the files, block by block
 tensor_blocks.py      which part of a tensor a rank holds, who holds the same, and which rank writes it
 transfer.py           blocks of files into tensors of any dtype, for `restore` and `load_weights`
+
+Tested by: tests/checkpoint
 """

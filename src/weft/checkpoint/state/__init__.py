@@ -7,4 +7,6 @@ containers.py     dicts and lists of plain values, filled in place
 json_values.py    plain values as JSON
 other_ranks.py    what only some ranks have, as in a pipeline
 random_states.py  random states of the ranks
+
+Tested by: tests/checkpoint
 """

@@ -6,4 +6,6 @@ bucket.py          a URL: files, and then a manifest
 find.py            which checkpoints there are, and whether they are whole: `latest`, `best`, `verify`
 copies.py          checkpoints on this machine, wherever they lie
 private_folder.py  temporary folders that only this user can enter
+
+Tested by: tests/checkpoint
 """

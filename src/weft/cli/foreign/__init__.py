@@ -2,4 +2,6 @@
 
 accelerate.py  of Accelerate
 megatron.py    of Megatron-LM
+
+Tested by: tests/cli/test_config_megatron.py, tests/context/test_config.py
 """

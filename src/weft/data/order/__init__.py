@@ -10,4 +10,6 @@ compare_order.py  ranks whose orders differ find out
 mixed_order.py    how the sources of a mixture take turns
 sample_digest.py  a digest of the samples of a stream
 stream_state.py   what reading changes in a stream is put back
+
+Tested by: tests/data, tests/transforms/test_shard_data.py
 """

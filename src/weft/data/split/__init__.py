@@ -20,4 +20,6 @@ joins each batch with its note. If rank 0 reads for all (`scattered`), or ranks 
 (`UnevenRanks`), the ranks come together there. Then a batch goes to the device and into the user's loop, and the cursor
 counts it. `position` makes a state of plan and cursor, `checked_position` what is to be read from a state, at any
 number of ranks. In an elastic job only rank and size in the plan change, between two iterations (`weft_divide`).
+
+Tested by: tests/data, tests/transforms/test_shard_data.py
 """

@@ -12,6 +12,9 @@ backward.py         backward passes of a plain loop, as those buffers see them
 step.py             a step, made by DeepSpeed
 placeholders.py     what stands in `p.grad` for gradients that lie there
 partition.py        the hooks by which it works under a plain loop
+
+Tested by: tests/engines/test_deepspeed.py, tests/engines/test_deepspeed_checkpoint.py,
+    tests/engines/test_deepspeed_disk.py, tests/engines/test_deepspeed_missing.py
 """
 
 from weft.engines.deepspeed.library import deepspeed, load_async_io

@@ -13,4 +13,6 @@ hooks/      seeing what a module and its gradients do
 parts/      what users do with tensors of which this rank has a part
 device/     devices, and batches brought to them
 streaming/  parts whose parameters have memory only while they are called
+
+Tested by: tests/engines, tests/transforms
 """

@@ -13,6 +13,8 @@ Nothing of torch-xla is imported before a context on the device "xla" is made.
 [Note: one view] Under SPMD a tensor is one value, however many devices hold parts of it: the program sees whole
 parameters and the batch of all devices, and the compiler adds the messages. So a process is one rank, with
 any number of devices, and a strategy is nothing but a layout. Names, classes and parameters stay what they are.
+
+Tested by: tests/engines/test_xla.py
 """
 
 from weft.engines.xla.engine import XlaEngine

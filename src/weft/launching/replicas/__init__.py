@@ -7,6 +7,8 @@ joined_node.py   what the launcher of another node does
 messages.py      what replicas and other launchers have to say
 forms.py         whether a message has the form that it should have
 loss_log.py      who was lost, when, why, and what it cost
+
+Tested by: tests/elastic, tests/launching/test_forms.py
 """
 
 from weft.launching.replicas.processes import LocalNode

@@ -11,6 +11,8 @@ page.py           everything on one page
 
 `page.js` draws the charts with plotly, `page.css` is how the page looks. `weft report DIR` is the command;
 `write_report(folder)` is what it does.
+
+Tested by: tests/monitoring/test_report.py, tests/monitoring/test_report_rehearsals.py
 """
 
 from weft.monitoring.report.page import render, write_report

@@ -7,4 +7,6 @@ libraries.py    W&B, MLflow, Comet, Aim, ClearML, DVCLive, SwanLab, Trackio
 
 Nothing of the libraries is imported here: you make the run, as their documentation says, on the main rank
 (`if ctx.is_main:`), and hand it over.
+
+Tested by: tests/monitoring/test_log.py, tests/monitoring/test_tracker_libraries.py
 """

@@ -5,4 +5,6 @@ adapter_layers.py  layers that PEFT has put another layer into
 tensor_checks.py   what cannot be computed exactly
 forward_source.py  what the source code of a `forward` tells
 tensor_layers.py   all of it in its order, and the engine
+
+Tested by: tests/transforms/test_tensor_parallel.py
 """

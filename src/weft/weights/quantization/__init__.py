@@ -2,4 +2,6 @@
 
 quantize.py          `quantized`
 quantized_layers.py  the libraries that quantize a layer
+
+Tested by: tests/interop/test_quantized.py
 """

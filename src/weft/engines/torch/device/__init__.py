@@ -3,4 +3,6 @@
 choose.py    which device, which backend
 devices.py   what an engine answers about devices
 prefetch.py  batches to the device ahead of use
+
+Tested by: tests/context/test_placement.py, tests/simulated_device, tests/gpu
 """

@@ -11,4 +11,6 @@ gather_order.py       do all ranks gather the same units in the same order?
 refusals.py           what a sharded module cannot do
 remove.py             FSDP2 removed from a module
 full_params.py        full parameters for a moment
+
+Tested by: tests/transforms/test_fully_shard.py, tests/transforms/test_full_params.py, tests/engines
 """

@@ -11,4 +11,6 @@ first_steps.py          mistakes that are in a program from its first step on
 bypassed_forward.py     the error for gradients that came through another method
 function_transforms.py  inside `torch.func`
 program_lines.py        lines of a user's program, as errors show them
+
+Tested by: tests/training, tests/transforms/test_hooked.py
 """

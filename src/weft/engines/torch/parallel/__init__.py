@@ -11,4 +11,6 @@ exchange.py           tensors that travel in one node of the graph, and gradient
 sequence_slice.py     context parallelism, measured: a slice of a batch in parts and whole
 between_blocks.py     tensor parallelism, measured: what is between blocks that have parts of a sequence
 experts/              experts divided among ranks, and tokens sent to them
+
+Tested by: tests/transforms/test_tensor_parallel.py, tests/transforms/test_context_parallel.py
 """

@@ -7,4 +7,6 @@ part_gradients.py      gradients between a backward pass and a step
 cut_gradient.py        those of cut layers, beside those of whole ones
 assigned_data.py       `parameter.data = ...`
 left_gathered.py       writes to what is gathered for backward
+
+Tested by: tests/training/test_common_lines.py, tests/training/test_given_parameters.py
 """

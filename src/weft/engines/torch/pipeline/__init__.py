@@ -11,4 +11,6 @@ schedules.py         torch's schedules
 batch_parts.py       a batch in parts, and the loss of all of them
 single_stage.py      the calls of a pipeline of one stage
 remote_output.py     a tensor that another stage computes
+
+Tested by: tests/transforms/test_pipeline.py, tests/probes/test_pipeline_probes.py
 """

@@ -8,4 +8,6 @@ observed.py        what is computed while a probe runs, and without dropout
 same_draws.py      rows draw the same random numbers together and separately
 whole_unit.py      tensor parallelism: layers on several ranks, and whole on each
 part_uses.py       and whether a loss takes from what lies between them
+
+Tested by: tests/probes
 """

@@ -11,4 +11,7 @@ power_sgd.py           gradients as products of thin matrices on their way
 zero_gradients.py      gradients of zeros, for hooks that wait for gradients
 separate_reduction.py  parameters whose gradients are averaged separately from the others
 replica_average.py     gradients averaged over replicas that may be lost in between
+
+Tested by: tests/transforms/test_replicate.py, tests/transforms/test_fuse_step.py, tests/precision/test_compress.py,
+    tests/elastic/test_replica_average.py
 """

@@ -21,4 +21,7 @@ state_layout.py  where state lies between steps
 4. the step of the class.
 5. put back: the same hooks; those of the program that come after see an optimizer as it is between steps.
 6. exchange: `LocalSteps` moves itself behind all others.
+
+Tested by: tests/transforms, tests/training/test_one_kind.py, tests/training/test_step_hooks.py,
+    tests/engines/test_owner_step.py
 """

@@ -7,4 +7,6 @@ expert_placeholders.py  what takes the place of listed experts while the module 
 all_to_all.py           which rows of tensors go to which ranks
 whole_experts.py        expert parallelism, measured: all experts on each rank, and the layers around them
 local_losses.py         losses of routers over the batch of one rank, which are refused
+
+Tested by: tests/transforms/test_expert_parallel.py, tests/engines/test_expert_lists.py
 """
