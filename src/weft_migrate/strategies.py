@@ -26,7 +26,7 @@ _PLUGINS = (
 )
 
 
-class Applied(NamedTuple):
+class TransformCall(NamedTuple):
     """A transform of a model, or `start`.
 
     Attributes:
@@ -38,7 +38,7 @@ class Applied(NamedTuple):
     options: str = ""
 
 
-def strategy(draft: ScriptDraft, node: cst.CSTNode | None = None) -> list[Applied]:
+def strategy(draft: ScriptDraft, node: cst.CSTNode | None = None) -> list[TransformCall]:
     """The calls for models, from `recompute` to `compile`; empty for plain `replicate`.
 
     Args:
@@ -54,14 +54,14 @@ def strategy(draft: ScriptDraft, node: cst.CSTNode | None = None) -> list[Applie
         if name == kind:
             values[key] = {names.get(each) or each: literal(value) for each, value in given.keywords.items()}
             _lost(draft, node, kind, given)
-    found: list[Applied] = []
+    found: list[TransformCall] = []
     for call in calls_of({key: value for key, value in values.items() if key not in ("mixed_precision", "debug")}):
         function, _, arguments = call.partition("  #")[0].removesuffix(")").partition("(")
         name = function.rpartition(".")[2]
         if name in _OF_MODELS:
             objects = ("model", "optimizer", "ctx")
             options = [each for each in arguments.split(", ") if each not in objects]
-            found.append(Applied(name, ", ".join(options)))
+            found.append(TransformCall(name, ", ".join(options)))
         elif node and name not in _SAID_ELSEWHERE:
             draft.check(node, f"to add: {call}")
     return found
@@ -79,7 +79,7 @@ def _lost(draft: ScriptDraft, node: cst.CSTNode | None, kind: str, given: Given)
         draft.check(node, f"{kind}: {', '.join(lost)} is not taken over")
 
 
-def _of_fabric(draft: ScriptDraft, node: cst.CSTNode | None) -> list[Applied]:
+def _of_fabric(draft: ScriptDraft, node: cst.CSTNode | None) -> list[TransformCall]:
     """The calls for `strategy=` of Fabric."""
     given = draft.script.settings.get("strategy")
     kind, arguments = draft.script.made(given)
@@ -89,29 +89,29 @@ def _of_fabric(draft: ScriptDraft, node: cst.CSTNode | None) -> list[Applied]:
     if stage or kind == "DeepSpeedStrategy":
         level = stage[1] if stage else str(literal(arguments.keywords.get("stage")) or 2)
         more = ', engine="deepspeed", offload="cpu"' if "offload" in name else ""
-        return [Applied("zero_partition", f"stage={level}{more}")]
+        return [TransformCall("zero_partition", f"stage={level}{more}")]
     if name.startswith("fsdp") or kind == "FSDPStrategy":
         return _fsdp_of_fabric(arguments.keywords, offload="offload" in name)
     unused = name.endswith("find_unused_parameters_true")
     unused |= literal(arguments.keywords.get("find_unused_parameters")) is True
-    return [Applied("replicate", 'unused="zero"')] if unused else []
+    return [TransformCall("replicate", 'unused="zero"')] if unused else []
 
 
-def _fsdp_of_fabric(keywords: Mapping[str, Expression], *, offload: bool) -> list[Applied]:
-    calls: list[Applied] = []
+def _fsdp_of_fabric(keywords: Mapping[str, Expression], *, offload: bool) -> list[TransformCall]:
+    calls: list[TransformCall] = []
     options: list[str] = []
     sharding = str(literal(keywords.get("sharding_strategy")) or "")
     if sharding.startswith("HYBRID"):
-        calls.append(Applied("start", 'mesh={"replica": -1, "shard": torch.accelerator.device_count()}'))
+        calls.append(TransformCall("start", 'mesh={"replica": -1, "shard": torch.accelerator.device_count()}'))
     if blocks := _classes(keywords.get("activation_checkpointing_policy")):
-        calls.append(Applied("recompute", f"blocks={blocks}"))
+        calls.append(TransformCall("recompute", f"blocks={blocks}"))
     if units := _classes(keywords.get("auto_wrap_policy")):
         options.append(f"units={units}")
     if "GRAD_OP" in sharding or "ZERO2" in sharding:
         options.append("reshard_after_forward=False")
     if offload or literal(keywords.get("cpu_offload")) is True:
         options.append("offload=True")
-    return [*calls, Applied("fully_shard", ", ".join(options))]
+    return [*calls, TransformCall("fully_shard", ", ".join(options))]
 
 
 def _classes(policy: Expression | None) -> str:
@@ -130,7 +130,7 @@ def model_lines(
         policy, may_scale = '"bf16"', False
         draft.check(node, "bf16: DeepSpeed cannot scale a loss that is not its own")
     if not any(call.name in _STRATEGIES for call in calls):
-        calls.append(Applied("replicate", _replicate_options(draft)))
+        calls.append(TransformCall("replicate", _replicate_options(draft)))
         calls.sort(key=lambda call: call.name == "compile")
     lines = [f"{name} = {given}" for name, given in optimizers.items() if name != given]
     asked = any(draft.script.method(n) == "optimizer_step_was_skipped" for n in draft.script.parents)
@@ -150,7 +150,13 @@ def model_lines(
 
 
 def _line(
-    draft: ScriptDraft, node: cst.CSTNode, call: Applied, name: str, given: str, optimizers: Sequence[str], ctx: str
+    draft: ScriptDraft,
+    node: cst.CSTNode,
+    call: TransformCall,
+    name: str,
+    given: str,
+    optimizers: Sequence[str],
+    ctx: str,
 ) -> str:
     """One call for one model."""
     function, options = call

@@ -29,10 +29,10 @@ def encode(path: str, value: Any, tensors: dict[str, Held]) -> Any:
     Raises:
         TypeError: A leaf is something else, or a tensor of a kind that is not supported; the text names its path.
     """
-    return _Saved(tensors).encode(value, (path,))
+    return _StateEncoder(tensors).encode(value, (path,))
 
 
-class _Saved(Encoder):
+class _StateEncoder(Encoder):
     def __init__(self, tensors: dict[str, Held]) -> None:
         self._tensors = tensors
 

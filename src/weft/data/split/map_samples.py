@@ -1,8 +1,8 @@
 """What a loader's own machinery reads from: map-style datasets, and what is put around any dataset.
 
 The `DataLoader` of torch does the work: workers, collating, pinning. It is handed a view of the user's
-loader in which dataset and sampler are those of this file or of stream_samples.py. What was asked for is noted
-in a queue (`BatchInfo`), so that it is known which samples each batch holds.
+loader (torch_view.py) in which the dataset is that of this file or of stream_samples.py. What was asked for is
+noted in a queue (`BatchInfo`), so that it is known which samples each batch holds.
 """
 
 from __future__ import annotations
@@ -10,22 +10,17 @@ from __future__ import annotations
 import operator
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from torch.utils.data import Dataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
-from weft.data.order.endless_order import EndlessOrder, parts_of
 from weft.data.order.tell_epoch import tell_epoch
-from weft.data.split.split_plan import Span
 from weft.environments import end_with_parent
 from weft.errors import listed
 from weft.rng import mix, seeded, seeds_for
 from weft.tensors.rng_state import RngState
-
-if TYPE_CHECKING:
-    from weft.data.split.read_plan import ReadPlan
 
 AS_PLANNED = -1  # samples in a batch: those that were asked for, as in most
 
@@ -231,53 +226,6 @@ class WorkerStart:
             object.__setattr__(info, "dataset", getattr(info.dataset, "dataset", info.dataset))
         if self.user is not None:
             self.user(worker)
-
-
-@dataclass(eq=False)
-class StepIndices(Sampler[Any]):
-    """Yields the requests of one rank (or, for dispatch, of all in turn), in the order of the epochs.
-
-    Attributes:
-        spans: What an iterator that is made now yields.
-        given: Where it notes what it asked for.
-        iteration: Number of the iteration that begins now, among those of one set of workers.
-    """
-
-    reading: ReadPlan
-    spans: Sequence[Span]
-    given: deque[BatchInfo]
-    iteration: int = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._requests(self.spans, self.given)  # of now, not of the moment when the first is asked for
-
-    def _requests(self, spans: Sequence[Span], given: deque[BatchInfo]) -> Iterator[BatchRequest]:
-        reading, iteration, note = self.reading, (self.iteration, spans[-1].epoch), given.append
-        plans, whole, single = reading.readers, reading.whole, reading.single
-        per_step = plans[0].per_step
-        for whole_span in spans:
-            order = reading.order(whole_span.epoch)
-            endless = isinstance(order, EndlessOrder)
-            counted = endless or len(plans) > 1  # elsewhere the plan says how many samples all ranks get
-            for epoch, start, stop in parts_of(order, whole_span, per_step):
-                if endless:
-                    plans[0].check(stop - start, "batches" if whole else "samples")
-                pieces = [each.pieces(order, start, stop) for each in plans]
-                everyone: int | None = None
-                for number, step in enumerate(zip(*pieces, strict=True)):
-                    if counted:
-                        first = start + number * per_step
-                        everyone = reading.samples_of_all(plans[0], order, first, min(stop, first + per_step))
-                    for piece, valid in step:
-                        # A rank without a sample reads one, of which no row is used: collating needs something.
-                        units = piece if len(piece) else [order[start]]
-                        ids, kept, asked = units, valid, units[0] if single else units
-                        if whole:
-                            ids = [index for batch in units for index in batch]
-                            kept = sum(map(len, units[:valid]))
-                            asked = units[0] if len(units) == 1 else ids  # one is left as the user's sampler made it
-                        note(BatchInfo(epoch, ids, kept, units is not piece, everyone))
-                        yield BatchRequest(iteration, epoch, asked)
 
 
 def name_samples(error: Exception, given: deque[BatchInfo], rank: int) -> None:

@@ -193,7 +193,7 @@ def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:
     return found | reading.order_state(left, cursor.orders)
 
 
-class _Saved(NamedTuple):
+class _SavedPosition(NamedTuple):
     """The numbers of a position: units used of its epoch, and what is left, or was when it began, of earlier ones."""
 
     seed: int
@@ -258,7 +258,7 @@ def _start_in(state: Mapping[str, Any], reading: ReadPlan) -> str:
     return "batches" if reading.whole and "batches" in state else "samples"
 
 
-def _numbers_of(state: Mapping[str, Any], reading: ReadPlan) -> _Saved:
+def _numbers_of(state: Mapping[str, Any], reading: ReadPlan) -> _SavedPosition:
     """The numbers that a position has.
 
     Raises:
@@ -270,7 +270,7 @@ def _numbers_of(state: Mapping[str, Any], reading: ReadPlan) -> _Saved:
         is_whole = all(type(number) is int for number in itertools.chain(numbers, *carried, *carried_in))
         if is_whole and min(numbers[1:]) >= 0 and [type(part) for part in state.get("read", (0, ""))] == [int, str]:
             seed, epoch, start = numbers
-            return _Saved(seed, epoch, start, carried, carried_in)
+            return _SavedPosition(seed, epoch, start, carried, carried_in)
     raise _no_position(state, reading)
 
 
@@ -284,7 +284,7 @@ def _no_position(state: Mapping[str, Any], reading: ReadPlan) -> ValueError:
     )
 
 
-def _pass_from(state: Mapping[str, Any], saved: _Saved, reading: ReadPlan) -> LoaderPass:
+def _pass_from(state: Mapping[str, Any], saved: _SavedPosition, reading: ReadPlan) -> LoaderPass:
     """What is left to be read from a position on.
 
     Raises:
@@ -299,7 +299,7 @@ def _pass_from(state: Mapping[str, Any], saved: _Saved, reading: ReadPlan) -> Lo
     return LoaderPass(saved.epoch, todo, (*(saved.carried_in if saved.start else saved.carried), full))
 
 
-def _is_of_other_data(state: Mapping[str, Any], saved: _Saved, reading: ReadPlan) -> bool:
+def _is_of_other_data(state: Mapping[str, Any], saved: _SavedPosition, reading: ReadPlan) -> bool:
     """Whether the order that a position is in is that of a dataset of another length, or of another mixture.
 
     Raises:
@@ -319,11 +319,11 @@ def _is_of_other_data(state: Mapping[str, Any], saved: _Saved, reading: ReadPlan
     )
 
 
-def _measured(saved: _Saved, reading: ReadPlan) -> Span:
+def _measured(saved: _SavedPosition, reading: ReadPlan) -> Span:
     return reading.measured((reading.epoch(saved.epoch, saved.seed),), saved.seed)[0]
 
 
-def _data_of(state: Mapping[str, Any], saved: _Saved, reading: ReadPlan) -> str:
+def _data_of(state: Mapping[str, Any], saved: _SavedPosition, reading: ReadPlan) -> str:
     if state.get("mixture", reading.mixture) != reading.mixture:
         return f"mixture {state.get('mixture')} when it was saved, {reading.mixture} now"
     what = "batches" if reading.whole else "samples"

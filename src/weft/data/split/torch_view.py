@@ -5,15 +5,20 @@ from __future__ import annotations
 import copy
 import os
 from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from weft import torch_internals
 from weft.data.loader_copy import torch_iterator
-from weft.data.split.map_samples import BatchInfo, MapSamples, StepIndices, WorkerStart
+from weft.data.order.endless_order import EndlessOrder, parts_of
+from weft.data.split.map_samples import BatchInfo, BatchRequest, MapSamples, WorkerStart
+from weft.data.split.read_plan import ReadPlan
 from weft.data.split.real_batches import CountedCollate, keeps_all
+from weft.data.split.split_plan import Span
 from weft.data.split.stream_samples import CollateSteps, StreamSteps
 from weft.rng import mix
 
@@ -52,6 +57,53 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
         fields["sampler" if reading.single else "batch_sampler"] = indices
     view.__dict__.update(fields)
     return view, arrivals.asked
+
+
+@dataclass(eq=False)
+class StepIndices(Sampler[Any]):
+    """Yields the requests of one rank (or, for dispatch, of all in turn), in the order of the epochs.
+
+    Attributes:
+        spans: What an iterator that is made now yields.
+        given: Where it notes what it asked for.
+        iteration: Number of the iteration that begins now, among those of one set of workers.
+    """
+
+    reading: ReadPlan
+    spans: Sequence[Span]
+    given: deque[BatchInfo]
+    iteration: int = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._requests(self.spans, self.given)  # of now, not of the moment when the first is asked for
+
+    def _requests(self, spans: Sequence[Span], given: deque[BatchInfo]) -> Iterator[BatchRequest]:
+        reading, iteration, note = self.reading, (self.iteration, spans[-1].epoch), given.append
+        plans, whole, single = reading.readers, reading.whole, reading.single
+        per_step = plans[0].per_step
+        for whole_span in spans:
+            order = reading.order(whole_span.epoch)
+            endless = isinstance(order, EndlessOrder)
+            counted = endless or len(plans) > 1  # elsewhere the plan says how many samples all ranks get
+            for epoch, start, stop in parts_of(order, whole_span, per_step):
+                if endless:
+                    plans[0].check(stop - start, "batches" if whole else "samples")
+                pieces = [each.pieces(order, start, stop) for each in plans]
+                everyone: int | None = None
+                for number, step in enumerate(zip(*pieces, strict=True)):
+                    if counted:
+                        first = start + number * per_step
+                        everyone = reading.samples_of_all(plans[0], order, first, min(stop, first + per_step))
+                    for piece, valid in step:
+                        # A rank without a sample reads one, of which no row is used: collating needs something.
+                        units = piece if len(piece) else [order[start]]
+                        ids, kept, asked = units, valid, units[0] if single else units
+                        if whole:
+                            ids = [index for batch in units for index in batch]
+                            kept = sum(map(len, units[:valid]))
+                            asked = units[0] if len(units) == 1 else ids  # one is left as the user's sampler made it
+                        note(BatchInfo(epoch, ids, kept, units is not piece, everyone))
+                        yield BatchRequest(iteration, epoch, asked)
 
 
 class StreamIterator:

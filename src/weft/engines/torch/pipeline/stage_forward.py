@@ -32,7 +32,7 @@ _OF_ITS_STAGE = "stages=[...] with the name of the parameter in the stage that u
 _THROUGH = "x, kept = layer(x, kept)  # what a later layer needs goes through those before it, which return a tuple"
 
 
-class _Left(BaseException):
+class _StageLeft(BaseException):
     """Forward is left: a layer of a later stage was called. Not an Exception, which a forward may catch."""
 
 
@@ -89,7 +89,7 @@ class StageForward:
         before, self._running = self._running, call
         try:
             output = forward()
-        except _Left:
+        except _StageLeft:
             return call.output
         except RuntimeError as error:
             if "meta" not in str(error):
@@ -139,7 +139,7 @@ class StageForward:
         if number > call.stage:
             if not call.is_done:
                 self._raise_order(f"{name} of stage {number} is called before the last layer of stage {call.stage}")
-            raise _Left
+            raise _StageLeft
         if number < call.stage:
             return self._of_earlier(call, number, name, is_last=is_last)
         if has_remote((args, kwargs)):
