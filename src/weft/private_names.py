@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 from weft.errors import ContextError
 
 
-class TestedLibrary(NamedTuple):
+class SupportedLibrary(NamedTuple):
     """Where names come from.
 
     Attributes:
@@ -61,7 +61,7 @@ class _Name:
         instead: What takes its place then.
     """
 
-    library: TestedLibrary
+    library: SupportedLibrary
     where: str
     spelling: str
     use: str

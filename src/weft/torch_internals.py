@@ -15,7 +15,7 @@ import torch
 from weft import private_names
 from weft.version import TESTED_TORCH
 
-LIBRARY = private_names.TestedLibrary("torch", lambda: str(torch.__version__), TESTED_TORCH)
+LIBRARY = private_names.SupportedLibrary("torch", lambda: str(torch.__version__), TESTED_TORCH)
 Private = partial(private_names.Private, LIBRARY)
 Attribute = partial(private_names.Attribute, LIBRARY)
 

@@ -30,7 +30,7 @@ from weft.cli.doctor import (
     numa_nodes,
 )
 from weft.cli.rank_checks import CHECKS
-from weft.private_names import Attribute, Private, TestedLibrary
+from weft.private_names import Attribute, Private, SupportedLibrary
 from weft.version import TESTED_TORCH, newer_torch
 
 
@@ -169,7 +169,7 @@ def test_a_torch_that_is_not_tested_is_noted(monkeypatch):
 def test_private_names_that_torch_lacks_are_named(monkeypatch):
     found = check_private_names()
     assert found.state == "ok" and re.fullmatch(r"torch has all \d{3} that weft uses", found.text)
-    library = TestedLibrary("torch", lambda: "2.13.0+cpu", TESTED_TORCH)
+    library = SupportedLibrary("torch", lambda: "2.13.0+cpu", TESTED_TORCH)
     table = types.SimpleNamespace(
         there=Private(library, "torch", "Tensor", "all"),
         gone=(Attribute(library, "torch:Tensor", "_no_such", "replicate"),),

@@ -58,9 +58,8 @@ def _still_waits(ctx):
     cuts = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(straggler_watch, "_SURE_S", 0.0)
-        patch.setattr(
-            straggler_watch, "cut", lambda which: cuts.append([which(5, port) for port in (1111, 2222, 3333)])
-        )
+        ports = (1111, 2222, 3333)
+        patch.setattr(straggler_watch, "close_connections", lambda which: cuts.append([which(5, p) for p in ports]))
         watch._look(world, world.store, "a backward pass")
     world.failure, world.notes = None, []
     return cuts

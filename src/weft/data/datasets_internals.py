@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any
 
-from weft.private_names import Attribute, Private, TestedLibrary
+from weft.private_names import Attribute, Private, SupportedLibrary
 
-_DATASETS = TestedLibrary("datasets", lambda: importlib.metadata.version("datasets"), ("5.2.0",))
+_DATASETS = SupportedLibrary("datasets", lambda: importlib.metadata.version("datasets"), ("5.2.0",))
 stream = Private(_DATASETS, "datasets", "IterableDataset", "shard_data")
 STREAM_SPLIT = Attribute(_DATASETS, "datasets:IterableDataset", "_distributed", "shard_data: who splits a stream")
 STREAM_SOURCE = Attribute(_DATASETS, "datasets:IterableDataset", "_ex_iterable", "shard_data: streams with a state")

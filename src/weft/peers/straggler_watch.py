@@ -52,7 +52,7 @@ _STUCK_S = 4.0  # how long before it asks whether all the others do, too
 _STUCK_TOGETHER_S = 2.0  # and for how long they have to
 _RANKS_PER_S = 4000.0  # that may ask the store for news
 _CALL_THE_GROUP = ("weft.tensors.pairwise", "weft.engines.torch.reducing.flat_buffer")  # not torch's functions
-_NOT_THE_USER = ("weft", "torch", "contextlib", "threading")
+_NOT_THE_USER = ("weft", "torch", "contextlib", "threading", "concurrent")
 _BETWEEN_PAIRS = ("send", "recv", "isend", "irecv")  # functions of torch
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ class RanksFailed(WeftError):
 
 def _waits(stack: str) -> bool:
     """Whether a rank is in this package or in torch.distributed, where it waits for other ranks."""
-    innermost = next((line for line in stack.splitlines() if f'File "{threading.__file__}"' not in line), "")
+    waits = tuple(f'File "{code.co_filename}"' for code in (threading.Event.wait.__code__, Future.result.__code__))
+    innermost = next((line for line in stack.splitlines() if not line.lstrip().startswith(waits)), "")
     return any(f'File "{place}' in innermost for place in (Path(__file__).parents[1], Path(dist.__file__).parent))
 
 

@@ -153,8 +153,10 @@ def contiguous_blocks(shape: tuple[int, ...], most: int) -> Iterator[Block]:
         The blocks.
 
     Example:
-        >>> [block.shape for block in in_order((3, 4), 8)], [block.offsets for block in in_order((2, 3), 2)]
-        ([(2, 4), (1, 4)], [(0, 0), (0, 2), (1, 0), (1, 2)])
+        >>> [block.shape for block in contiguous_blocks((3, 4), 8)]
+        [(2, 4), (1, 4)]
+        >>> [block.offsets for block in contiguous_blocks((2, 3), 2)]
+        [(0, 0), (0, 2), (1, 0), (1, 2)]
     """
     if not shape:
         yield Block((), ())

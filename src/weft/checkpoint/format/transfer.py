@@ -122,7 +122,7 @@ def same_number_kind(one: torch.dtype, other: torch.dtype) -> bool:
     """Whether both are real numbers, or complex, or booleans, or integers.
 
     Example:
-        >>> of_one_kind(torch.float32, torch.bfloat16), of_one_kind(torch.float32, torch.int64)
+        >>> same_number_kind(torch.float32, torch.bfloat16), same_number_kind(torch.float32, torch.int64)
         (True, False)
     """
     here, there = ((d.is_floating_point, d.is_complex, d is torch.bool) for d in (one, other))

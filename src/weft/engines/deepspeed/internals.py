@@ -10,7 +10,7 @@ from functools import partial
 
 from weft import private_names
 
-_DEEPSPEED = private_names.TestedLibrary("deepspeed", lambda: importlib.metadata.version("deepspeed"), ("0.19.8",))
+_DEEPSPEED = private_names.SupportedLibrary("deepspeed", lambda: importlib.metadata.version("deepspeed"), ("0.19.8",))
 Private = partial(private_names.Private, _DEEPSPEED)
 Attribute = partial(private_names.Attribute, _DEEPSPEED)
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from weft import private_names
 
-_XLA = private_names.TestedLibrary("torch-xla", lambda: importlib.metadata.version("torch-xla"), ("2.9.0",))
+_XLA = private_names.SupportedLibrary("torch-xla", lambda: importlib.metadata.version("torch-xla"), ("2.9.0",))
 Private = partial(private_names.Private, _XLA)
 
 _NATIVE = "torch_xla:_XLAC"  # written in C++
