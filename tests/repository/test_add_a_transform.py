@@ -78,6 +78,7 @@ def _check(folder, *files):
     return _run(folder, "pytest", *options, "-k", f"{NAME} or {RULES}", "tests/repository", "tests/contract", *files)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_keeps_every_rule_in_at_most_six_files(tmp_path):
     edits = _edits()
     _copy(tmp_path, edits)

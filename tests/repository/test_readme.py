@@ -44,6 +44,7 @@ def _side(sign):
     return "\n".join(line[1:] for line in _block("diff").splitlines() if line[:1] in ("", " ", sign)) + "\n"
 
 
+@pytest.mark.slow
 def test_both_sides_of_the_diff_run_and_print_the_same_losses(tmp_path):
     (tmp_path / "plain.py").write_text(_side("-"))
     (tmp_path / "train.py").write_text(_side("+"))
