@@ -989,3 +989,16 @@ def _exchanged(ctx):
 def test_a_frozen_parameter_may_be_put_in_the_place_of_another():
     for found in run_ranks(_exchanged, 2):
         assert largest_difference(found, _exchanged(None)) < 1e-12
+
+
+def _zeros_of_both_signs(ctx):
+    model, ctx = weft.replicate(nn.Linear(3, 1, bias=False), ctx)
+    model.weight.grad = torch.zeros(1, 3) * (-1 if ctx.rank else 1)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.weight.grad = torch.full((1, 3), float(ctx.rank))
+    with pytest.raises(weft.errors.NotSynchronized, match="were not averaged"):
+        torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+def test_gradients_set_by_hand_are_equal_whatever_the_sign_of_a_zero():
+    run_ranks(_zeros_of_both_signs, 2)

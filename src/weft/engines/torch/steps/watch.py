@@ -326,7 +326,8 @@ def _values(gradient: torch.Tensor | None) -> torch.Tensor | None:
     if gradient is None:
         return None
     gradient = local(gradient.detach())
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return values + 0.0  # -0.0 becomes 0.0: the same gradient
 
 
 def raise_step_inside(what: str, class_name: str) -> NoReturn:
