@@ -163,6 +163,41 @@ def mixture(ctx):
     return step
 
 
+class ListedMixture(nn.Module):
+    """Experts in a list, called one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        weights = self.router(x).softmax(-1)
+        choices = weights.argmax(-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (choices == number).nonzero()[:, 0]
+            y = y.index_add(0, rows, expert(x[rows]) * weights[rows, number : number + 1])
+        return x + y
+
+
+def listed_mixture(ctx):
+    model, ctx = weft.expert_parallel(nn.Sequential(nn.Linear(4, 4), ListedMixture()), ctx)
+    model, ctx = weft.replicate(model, ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.ones(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_a_list_of_experts_is_rehearsed():
+    found = weft.rehearse(listed_mixture, 2, mesh={"data": 1, "expert": 2}, assume={"choices": "balanced"})
+    assert sum(message.count for message in found.messages if message.kind == "all_to_all") == 4
+
+
 @pytest.mark.slow
 def test_experts_are_rehearsed_with_declared_choices_as_they_run():
     found = assert_rehearsed(mixture, 2, mesh={"data": 1, "expert": 2}, assume={"choices": "balanced"})

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from weft import torch_internals
 from weft.errors import ContractError
 
 _WITHOUT = (
@@ -94,7 +95,8 @@ class Answering:
         if noted.number != number or noted.rows.shape != rows.shape:
             self._raise_changed(f"expert {number} with {tuple(rows.shape)} as call {place}")
         # Rows that depend on the result of an expert were not numbers in the first run.
-        if self._compares and not torch.equal(noted.rows, rows):
+        # In a rehearsal none are numbers.
+        if self._compares and not torch_internals.fake_tensor.holds(rows) and not torch.equal(noted.rows, rows):
             self._raise_changed(f"other rows for expert {number}")
         return self._results[place]
 
