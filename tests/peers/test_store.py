@@ -1,7 +1,10 @@
-"""The board: what strangers write into the store of a job is taken for absent, and said once."""
+"""The board: what strangers write into the store of a job is taken for absent, and said once; how its threads end."""
 
 import json
 import logging
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
@@ -108,3 +111,47 @@ def test_without_a_secret_anybody_writes(store):
     assert board.read("a") == 1 and not board.has("b") and board.add("n", 2) == board.add("n", 0) == 2
     store.queue_push("q", "[1]")
     assert board.pop("q") == [1]
+
+
+ENDS_LATE = """
+import sys, time
+import torch.distributed as dist
+import weft
+from weft.peers.store import RankStore
+
+class Late:
+    def __del__(self, sleep=time.sleep):
+        print("late", flush=True)
+        sleep(2)
+
+sys.modules["late"] = Late()  # goes when the interpreter ends, after what is registered for that
+client = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False)
+store = RankStore(client, limit_s=10).below("part")
+assert store.wait_for("never", 0.2) is None
+"""
+
+
+@pytest.mark.slow
+def test_a_program_may_end_while_a_thread_waits_for_a_key():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-c", ENDS_LATE, str(server.port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout.readline() == "late\n"
+        del server  # whoever waits there still comes back, into an interpreter that is gone
+        _, errors = program.communicate(timeout=60)
+    assert (program.returncode, errors) == (0, "")
+
+
+def test_the_end_of_a_wait_leaves_a_key_as_if_it_were_not_there(store):
+    before = set(threading.enumerate())
+    first, second = (RankStore(each, limit_s=10) for each in store)
+    assert first.wait_for("key", 0.1) is None and first.wait_for("other", 0.1) is None
+    second.set("other", "there")
+    first.end_waits()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert not second.has("key") and second.values(["key", "other"]) == [None, b"there"]
+    assert first.wait_for("key", 0.1) is None
+    assert second.claim("key", "mine") and not first.claim("key", "yours")
+    assert first.wait_for("key", 10) == b"mine"

@@ -13,18 +13,22 @@ they can be neither seen nor removed.
 [Note: waiting] Who waits for a key asks once: the store answers when it is there. torch's client holds its connection
 meanwhile, cannot be interrupted, and complains when it gives up. So a thread waits, on a connection of its own, and
 the caller waits for that thread: as long as it likes, with a look at the peers now and then, and with
-signals handled. A thread that is not needed any more ends when its key comes, or with the process.
+signals handled. A thread that is not needed any more ends when its key comes, or before the interpreter does: a thread
+that came back from torch's code after that would abort the process.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import hmac
 import json
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -45,6 +49,7 @@ _DIGITS = 20  # of a number, at most
 _MOST_BYTES = 2**20  # of a message
 _MOST_FORGED = 1000  # messages that are passed over at once, before anything else has its turn
 _PAUSE_S = 0.02  # longest pause between two looks at a queue, or a file
+_END_S = 2.0  # threads that wait are given so long to end
 _LONG = timedelta(days=20)  # torch has its timeouts in milliseconds as an int
 
 
@@ -56,8 +61,10 @@ class _Connection:
     """The connection to the store, which several boards share."""
 
     def __init__(self, store: dist.Store, limit_s: float, server: int) -> None:
+        self.store: Any = store  # torch's stubs lack methods
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
+        self.process = os.getpid()
         self.limit_s = limit_s
         self.server = server
         self.port = store.port if isinstance(store, dist.TCPStore) else None
@@ -74,6 +81,30 @@ class _Connection:
         problem = text if self.server < 0 else f"rank {self.server} failed: {text}"
         said = "" if error is None or self.silent else f" ({str(error).partition('Exception raised from')[0].strip()})"
         return StoreLost(problem + said, rank=self.server, text=text)
+
+    def request(self, request: Callable[..., R], *arguments: object) -> R:
+        thread = threading.get_ident()
+        if self.silent:
+            raise self.lost()
+        self.deadlines[thread] = time.monotonic() + self.limit_s
+        try:
+            return request(*arguments)
+        except dist.QueueEmptyError:
+            raise
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise self.lost(error) from error
+        finally:
+            self.deadlines.pop(thread, None)
+
+    def end_waits(self) -> None:
+        """Let the threads end that wait for a key still."""
+        pending = {name: wait for name, wait in list(self.waits.items()) if not wait.done()}
+        if os.getpid() != self.process:
+            return
+        with contextlib.suppress(StoreLost):  # then they end with an error
+            for name in pending:
+                self.request(self.store.append, name, "")  # answers who waits, changes no value, and none is empty
+        futures.wait(pending.values(), _END_S)
 
 
 class RankStore:
@@ -94,8 +125,9 @@ class RankStore:
             server: The rank in whose process it lives; -1 if that is another process, or not known.
             secret: What only the processes of the job know; without it, anybody may write.
         """
-        self._store: Any = store  # torch's stubs lack methods
         self._connection = _Connection(store, limit_s, server)
+        self._store = self._connection.store
+        atexit.register(_end_waits, weakref.ref(self._connection))
         self._secret = secret.encode()
         self._path = f"{self._mac(b'names').hex()[:_SEAL]}/" if secret else ""
         self.port = self._connection.port
@@ -116,7 +148,7 @@ class RankStore:
         return dist.PrefixStore(self._path + prefix, self._store)
 
     def set(self, key: str, value: str) -> None:
-        """Write a value."""
+        """Write a value, which is not empty: an empty one counts as none."""
         self._request(self._store.set, self._path + key, self._sealed(key, value.encode()))
 
     def get(self, key: str) -> bytes:
@@ -288,6 +320,8 @@ class RankStore:
 
     def _opened(self, key: str, data: bytes) -> bytes | None:
         """A value without its seal; None if that does not fit."""
+        if not data:  # see `end_waits`
+            return None
         if not self._secret:
             return data
         if hmac.compare_digest(data[:_SEAL], self._mac(data[_SEAL:], self._path + key)):
@@ -316,19 +350,17 @@ class RankStore:
             connection.silent = True
             close_connections(lambda _, remote: remote == connection.port)
 
+    def end_waits(self) -> None:
+        """Let the threads end that wait for a key still, of all parts of the store."""
+        self._connection.end_waits()
+
     def _request(self, request: Callable[..., R], *arguments: object) -> R:
-        connection, thread = self._connection, threading.get_ident()
-        if connection.silent:
-            raise connection.lost()
-        connection.deadlines[thread] = time.monotonic() + connection.limit_s
-        try:
-            return request(*arguments)
-        except dist.QueueEmptyError:
-            raise
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise connection.lost(error) from error
-        finally:
-            connection.deadlines.pop(thread, None)
+        return self._connection.request(request, *arguments)
+
+
+def _end_waits(connection: weakref.ref[_Connection]) -> None:
+    if (found := connection()) is not None:
+        found.end_waits()
 
 
 def _strange(key: str, found: str, expected: str) -> ContextError:

@@ -27,6 +27,7 @@ the watch included, see store.py.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import sys
 import threading
@@ -61,6 +62,14 @@ def start_watching(world: World) -> None:
     if world.store is not None and world.size > 1:
         world.watch = StragglerWatch(world)
         world.holders.add(world.watch)
+        # An adopted context is not closed; a thread that came back from torch's code after the interpreter's end
+        # would abort the process.
+        atexit.register(_release, weakref.ref(world.watch))
+
+
+def _release(watch: weakref.ref[StragglerWatch]) -> None:
+    if (found := watch()) is not None:
+        found.release()
 
 
 class StragglerWatch:
@@ -88,7 +97,10 @@ class StragglerWatch:
             thread.start()
 
     def release(self) -> None:
-        """End the threads."""
+        """End the threads, and those of the store that wait for a key, while its answers have a limit still."""
+        world = self._world()
+        if world is not None and world.store is not None:
+            world.store.end_waits()
         self._end.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
