@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from weft.transforms.fuse_step import fuse_step
     from weft.transforms.gather_step import gather_step
     from weft.transforms.hooked import hooked
+    from weft.transforms.keyed_dropout import keyed_dropout
     from weft.transforms.local_steps import local_steps
     from weft.transforms.pipeline import pipeline
     from weft.transforms.place import place
@@ -156,6 +157,7 @@ __all__ = [
     "gather",
     "gather_step",
     "hooked",
+    "keyed_dropout",
     "launch_function",
     "load_weights",
     "local",

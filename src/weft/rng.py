@@ -20,6 +20,7 @@ from weft.checks import check_choice, check_count
 from weft.collectives.objects import broadcast
 from weft.context import DistContext
 from weft.errors import type_error
+from weft.keyed_random.philox import philox
 from weft.tensors.rng_state import RngState
 
 __all__ = ["Seeded", "Seeds", "keyed_uniform", "mix", "seeded", "set_seed", "sync_rng", "worker_seeds"]
@@ -210,10 +211,6 @@ def set_seed(
 
 # -- numbers by counting -----------------------------------------------------------------------------
 
-_MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-
 
 def keyed_uniform(
     ids: torch.Tensor, *, seed: int, epoch: int, shape: Sequence[int] = (), site: int = 0
@@ -259,28 +256,9 @@ def keyed_uniform(
     key = mix(seed, epoch, site)
     blocks = torch.arange(-(-count // 4), device=ids.device).expand(len(ids), -1)
     rows = ids[:, None].expand_as(blocks)
-    words = _philox([blocks, rows & _MASK, rows >> 32, torch.zeros_like(blocks)], key & _MASK, key >> 32)
+    words = philox([blocks, rows & 0xFFFFFFFF, rows >> 32, torch.zeros_like(blocks)], key)
     numbers = torch.stack(words, dim=-1).reshape(len(ids), -1)[:, :count]
     return ((numbers >> 8).to(torch.float32) * 2.0**-24).reshape(len(ids), *shape)
-
-
-def _philox(counter: list[torch.Tensor], key_low: int, key_high: int) -> list[torch.Tensor]:
-    """Ten rounds on four words of 32 bits each, kept in int64."""
-    a, b, c, d = counter
-    for _ in range(10):
-        high_a, low_a = _product(a, _MULTIPLIERS[0])
-        high_c, low_c = _product(c, _MULTIPLIERS[1])
-        a, b, c, d = high_c ^ b ^ key_low, low_c, high_a ^ d ^ key_high, low_a
-        key_low, key_high = (key_low + _WEYL[0]) & _MASK, (key_high + _WEYL[1]) & _MASK
-    return [a, b, c, d]
-
-
-def _product(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of word * factor, without the 64th bit that int64 lacks."""
-    low, high = word & 0xFFFF, word >> 16
-    first = low * factor
-    second = high * factor + (first >> 16)
-    return (second >> 16) & _MASK, ((second & 0xFFFF) << 16) | (first & 0xFFFF)
 
 
 def sync_rng(ctx: DistContext, *, generators: Sequence[torch.Generator] = (), source: int = 0) -> None:

@@ -92,6 +92,7 @@ def part_of(tensor: torch.Tensor) -> SequencePart | None:
 
 
 def with_note_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Take over what was noted on a tensor to a copy of it."""
-    part = part_of(old)
-    return new if new is old or part is None else note_part(new, part)
+    """Take over what weft has noted on a tensor to a copy of it."""
+    if new is not old:
+        vars(new).update({name: note for name, note in vars(old).items() if name.startswith("_weft_")})
+    return new

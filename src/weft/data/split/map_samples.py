@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, get_worker_info
 from weft.data.order.tell_epoch import tell_epoch
 from weft.environments import end_with_parent
 from weft.errors import listed
+from weft.keyed_random.row_keys import RowKeys
 from weft.rng import mix, seeded, seeds_for
 from weft.tensors.rng_state import RngState
 
@@ -83,6 +84,21 @@ def as_index(index: Any) -> Any:
         return operator.index(index)
     except TypeError:
         return index
+
+
+def row_keys(given: BatchInfo, rows: int | None, rank: int) -> RowKeys:
+    """The samples of a batch, as numbers.
+
+    Args:
+        given: What is known of it.
+        rows: How many rows it has, if a sample is a whole batch.
+        rank: Of data that was split already: whose part it is.
+    """
+    ids = [] if given.empty else [as_index(one) for one in given.ids]
+    numbers = [one if isinstance(one, int) else mix(one) >> 24 for one in ids]
+    if rows is not None:
+        numbers = [(one << 24) + row for one in numbers for row in range(rows)]
+    return RowKeys(given.epoch, [(one + (rank << 40)) % 2**63 for one in numbers])
 
 
 class BatchRequest(NamedTuple):

@@ -18,6 +18,7 @@ from weft.data.split.map_samples import AS_PLANNED, BatchInfo
 from weft.data.split.read_plan import ReadPlan
 from weft.data.split.split_plan import UNKNOWN, Span
 from weft.errors import ContractError, value_error
+from weft.keyed_random.row_keys import RowKeys, note_rows
 
 _NAMES = frozenset(
     {"seed", "epoch", "samples", "length", "mixture", "ranks", "order", "sampler", "source", "read"}
@@ -70,6 +71,29 @@ class LoaderPass:
         return self.todo[-1].stop == UNKNOWN
 
 
+class KeyedBatches:
+    """The samples of the batches that were given, for what draws random numbers by sample.
+
+    Attributes:
+        last: Those of the batch that was given last.
+        unseen: How many batches were given since `latest` was called.
+    """
+
+    def __init__(self) -> None:
+        self.last: RowKeys | None = None
+        self.unseen = 0
+
+    def gave(self, batch: object, rows: RowKeys) -> None:
+        """A batch is given: note it."""
+        self.last, self.unseen = rows, self.unseen + 1
+        note_rows(batch, rows)
+
+    def latest(self) -> RowKeys | None:
+        """The rows of the batch that was given last; None if others were given that nobody has asked for."""
+        unseen, self.unseen = self.unseen, 0
+        return self.last if unseen <= 1 else None
+
+
 @dataclass
 class Cursor:
     """Where the reading stands; with `ReadPlan.seed` the one mutable thing of a sharded loader.
@@ -87,6 +111,7 @@ class Cursor:
         rows: How many rows it has, if only its reading could tell.
         weighed: Its `share` was asked for, or windows have one.
         has_windows: `accumulate_grads` made a loader of windows, which was not iterated yet.
+        keyed: What draws by sample is told the samples of each batch.
         told: Whether the user was told that its epochs continue those of another loader; None: they do not.
     """
 
@@ -102,6 +127,7 @@ class Cursor:
     rows: int | None = 0
     weighed: bool = False
     has_windows: bool = False
+    keyed: KeyedBatches | None = None
     told: bool | None = None
 
     @property

@@ -18,7 +18,7 @@ from weft.data.loader_copy import Extension, Size, extended_copy, is_torch_itera
 from weft.data.lock_step import LockStep, lock_step
 from weft.data.order.tell_epoch import tell_epoch
 from weft.data.split.dispatch import scatter_batches
-from weft.data.split.map_samples import AS_PLANNED, BatchInfo, StreamMark, as_index, name_samples
+from weft.data.split.map_samples import AS_PLANNED, BatchInfo, StreamMark, as_index, name_samples, row_keys
 from weft.data.split.position import Cursor, LoaderPass, checked_position, position
 from weft.data.split.read_plan import ReadPlan
 from weft.data.split.real_batches import Arrivals, keeps_all
@@ -163,6 +163,9 @@ class ShardedLoader(Extension[T]):
                     cursor.rows = 0 if given.empty else rows_of(value[0] if reading.with_ids else value)
                 if given.mark is not None:
                     reading.marks.append(given.mark)
+                if cursor.keyed is not None:
+                    rank = 0 if reading.split_for is None else ctx.data_rank
+                    cursor.keyed.gave(value, row_keys(given, cursor.rows if reading.single else None, rank))
                 yield value
         finally:
             cursor.open.discard(now)

@@ -10,7 +10,6 @@ the length that it sees. So a mask is read as what is meant by it, causal or ful
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.keyed_dropout.functions import with_functions
 from weft.engines.torch.parallel.sequence_exchange import (
     SequenceRanks,
     gather_sequences,
@@ -132,7 +132,7 @@ class _AttentionMode(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            return _with_attention(self._attend)(*args, **kwargs)
+            return with_functions({"scaled_dot_product_attention": self._attend})(*args, **kwargs)
         if func is torch.Tensor.unflatten:  # a compiler does not look into it inside a mode
             return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
@@ -282,17 +282,3 @@ def _cast_together(*tensors: torch.Tensor) -> list[torch.Tensor]:
     if torch.is_autocast_enabled(kind) and tensors[0].dtype != torch.float64:
         return [x.to(torch.get_autocast_dtype(kind)) for x in tensors]
     return list(tensors)
-
-
-def _has_no_override(_: object) -> bool:
-    return False
-
-
-def _with_attention(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """The function behind `nn.MultiheadAttention` with another attention in it: a mode is not asked inside it."""
-    function: Any = F.multi_head_attention_forward
-    # Nor is a mode around that one, such as torch's of a default device: it would call the function itself.
-    names = {**function.__globals__, "scaled_dot_product_attention": attend, "has_torch_function": _has_no_override}
-    copied = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied

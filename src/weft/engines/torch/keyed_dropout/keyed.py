@@ -1,0 +1,231 @@
+"""Which mask comes next: by the samples of the rows, the module that draws, and how often it has drawn for them.
+
+[Note: again] A block that is computed again in backward has to drop the same elements, whatever was computed since: for
+another batch, another micro-batch, or by the same module a second time. What computes it again (`recompute`, torch's
+`checkpoint`, a model of transformers) puts torch's random state back to that of the beginning of the block. So the seed
+of torch's generator on the CPU counts the draws while the module runs: the first draw of forward n has the seed n << 20,
+the next one the seed after it. A seed that is known already belongs to a draw that is made again. After the forward,
+the random state is what it was before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from weft import torch_internals
+from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.keyed_dropout.functions import DropoutMode
+from weft.engines.torch.probes.no_trace import is_measured
+from weft.errors import ContractError, warn
+from weft.keyed_random.philox import keep_mask
+from weft.keyed_random.row_keys import RowKeys, noted_rows
+from weft.tensors.nested import tensors
+
+_SHIFT = 20  # bits of a seed that count the draws of one forward
+_KEPT = 4096  # forwards that may still be computed again
+
+Key = Callable[[int, str, int], int]  # of an epoch, a module and a number: separates masks
+
+
+class _Draw(NamedTuple):
+    """One mask.
+
+    Attributes:
+        module: Its name.
+        number: How often that one has drawn for these rows before.
+    """
+
+    module: str
+    number: int
+
+
+class _Forward:
+    """One call of the whole module, or of a part of it from outside.
+
+    Attributes:
+        rows: The samples; None if they are not known.
+        lengths: How many places each row has in what it was called with.
+        draws: What was drawn.
+    """
+
+    def __init__(self, rows: RowKeys | None, lengths: frozenset[int]) -> None:
+        self.rows = rows
+        self.lengths = lengths
+        self.draws: list[_Draw] = []
+
+
+class KeyedDropout:
+    """Every dropout of a module, drawn by sample."""
+
+    def __init__(self, module: nn.Module, latest: Callable[[], RowKeys | None], key: Key) -> None:
+        """Attach it.
+
+        Args:
+            module: Whose dropout it is.
+            latest: The rows of the batch that a loader gave last, if one was given since this was called last.
+            key: See `Key`.
+        """
+        self._removable = Removable()
+        self._kind = type(module).__name__
+        self._parts = [weakref.ref(part) for part in module.modules()]
+        self._latest = latest
+        self._key = key
+        self._mode = DropoutMode(self._mask)
+        self._running: list[str] = []  # names of the modules that compute, outermost first
+        self._forwards: OrderedDict[int, _Forward] = OrderedDict()
+        self._warned = False
+        # Where sizes do not tell, rows are in the second dimension if that is how the model has them.
+        self._rows_second = any(getattr(part, "batch_first", None) is False for part in module.modules())
+        for name, part in module.named_modules():
+            if _may_draw(part):
+                attach(part, self._removable, around=functools.partial(self._run, name), methods=["forward"])
+
+    def undo(self) -> None:
+        """Let dropout draw from torch's generators again."""
+        self._removable.remove()
+
+    def _run(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the forward of a module."""
+        self._running.append(name)
+        try:
+            if len(self._running) > 1 or not self._trains():
+                return call(*args, **kwargs)
+            if is_measured():  # a probe compares what is computed without dropout
+                with DropoutMode(_drop_nothing):
+                    return call(*args, **kwargs)
+            is_again = torch.initial_seed() >> _SHIFT in self._forwards
+            with contextlib.nullcontext() if is_again else self._forward(args, kwargs), self._mode:
+                return call(*args, **kwargs)
+        finally:
+            self._running.pop()
+
+    def _trains(self) -> bool:
+        parts = (part() for part in self._parts)  # most often, the first one says it
+        return any(part is not None and part.training for part in parts)
+
+    @contextlib.contextmanager
+    def _forward(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Around a call of the module: seeds count its draws; see [Note: again]."""
+        generator = torch.default_generator
+        before = generator.get_state()
+        given = list(tensors((args, kwargs)))
+        latest = self._latest()
+        rows = noted_rows(given) or latest
+        # A model may draw more than dropout: other numbers in each forward and on each rank, as the state before it.
+        facts = [] if rows is None else [rows.epoch, *rows.ids[:1], rows.draws.total()]
+        number = hash((*facts, *before.view(torch.int64)[:8].tolist())) % 2**42
+        self._forwards[number] = _Forward(rows, _lengths(given, rows))
+        if len(self._forwards) > _KEPT:
+            self._forwards.popitem(last=False)
+        generator.manual_seed(number << _SHIFT)
+        try:
+            yield
+            self._check_nothing_else(generator)
+        finally:
+            generator.set_state(before)
+
+    def _mask(
+        self, x: torch.Tensor, shape: tuple[int, ...], p: float, *, rows_first: bool = False
+    ) -> torch.Tensor | None:
+        """The next mask; see `Masks`."""
+        forward, draw = self._next_draw()
+        assert forward.rows is not None
+        ids = forward.rows.on(x.device)
+        dim, folded = self._rows_in(shape, forward, rows_first=rows_first)
+        sizes = [*shape[:dim], *([folded] if folded > 1 else []), *shape[dim + 1 :]] or [1]
+        places = [torch.arange(size, device=x.device) for size in sizes[:-1]]
+        key = self._key(forward.rows.epoch, draw.module, draw.number)
+        return keep_mask(ids, places, range(sizes[-1]), key, 1.0 - p).movedim(0, dim).reshape(shape)
+
+    def _next_draw(self) -> tuple[_Forward, _Draw]:
+        """What is drawn now: something new, or what was drawn when a block was computed the first time.
+
+        Raises:
+            ContractError: It is not known what the block has drawn then, or for which samples.
+        """
+        name, seed = self._running[-1], torch.initial_seed()
+        forward, number = self._forwards.get(seed >> _SHIFT), seed % (1 << _SHIFT)
+        if forward is not None and forward.rows is None:
+            raise self._unknown_rows()
+        if forward is not None and forward.rows is not None and number == len(forward.draws):
+            forward.draws.append(_Draw(name, forward.rows.draws[name]))
+            forward.rows.draws[name] += 1
+        if forward is None or number >= len(forward.draws) or forward.draws[number].module != name:
+            raise self._unknown_state()
+        torch.default_generator.manual_seed(seed + 1)
+        return forward, forward.draws[number]
+
+    def _rows_in(self, shape: tuple[int, ...], forward: _Forward, *, rows_first: bool) -> tuple[int, int]:
+        """The dimension of the rows, and how many places of each are folded into it."""
+        assert forward.rows is not None
+        rows, (first, second) = len(forward.rows.ids), (*shape, 0, 0)[:2]
+        is_second = second == rows and not rows_first and (first in forward.lengths or self._rows_second)
+        is_folded = rows > 0 and first % rows == 0 and first // rows in forward.lengths
+        if is_second and (self._rows_second or first != rows) and (rows == 1 or not is_folded):
+            return 1, 1
+        if first == rows:
+            return 0, 1
+        if is_folded:
+            return 0, first // rows
+        name = self._running[-1]
+        raise ContractError(
+            f"keyed_dropout: it cannot be told which rows of {list(shape)} belong to which samples",
+            found=f"dropout of {name or self._kind!r} on a tensor {list(shape)}, in a batch of {rows} samples",
+            expected="a row per sample in the first dimension, or in the second; or rows and places as the first one",
+            fix="x.unflatten(0, (rows, -1))  # before it is dropped from; or p = 0 there",
+        )
+
+    def _check_nothing_else(self, generator: torch.Generator) -> None:
+        if self._warned:
+            return
+        fresh = torch.Generator()
+        fresh.manual_seed(generator.initial_seed())
+        if not torch.equal(fresh.get_state(), generator.get_state()):
+            self._warned = True
+            warn(
+                f"keyed_dropout: forward of {self._kind} draws random numbers that are not those of dropout",
+                found="torch's generator on the CPU was used, by torch.rand or the like",
+                expected="dropout alone, or numbers that follow from the samples: others differ between ranks",
+                fix="weft.rng.keyed_uniform(rows.ids, seed=ctx.seed, epoch=rows.epoch)  # in place of torch.rand",
+            )
+
+    def _unknown_state(self) -> ContractError:
+        return ContractError(
+            f"keyed_dropout: a block of {self._kind} is computed again with another random state",
+            found=f"dropout of {self._running[-1]!r} in a backward pass, after a forward that is not known any more",
+            expected="blocks that are computed again with the random state of their forward, as is the default",
+            fix="weft.recompute(model, ctx, blocks=..., keep_rng=True); checkpoint(..., preserve_rng_state=True)",
+        )
+
+    def _unknown_rows(self) -> ContractError:
+        return ContractError(
+            f"keyed_dropout: it is not known which samples {self._kind} is called with",
+            found="tensors that the loader did not give, and no batch, or several, since the call before",
+            expected="a call for each batch of the loader, or the loader's own tensors among the arguments",
+            fix="for x, y in loader:\n                model(x)  # or model.eval(), where nothing is dropped",
+        )
+
+
+def _lengths(given: Sequence[torch.Tensor], rows: RowKeys | None) -> frozenset[int]:
+    """How many places each row has in tensors [rows, places, ...] or [places, rows, ...]."""
+    sizes = [tensor.shape[:2] for tensor in given if tensor.ndim > 1]
+    number = 0 if rows is None else len(rows.ids)
+    return frozenset(second if first == number else first for first, second in sizes if number in (first, second))
+
+
+def _drop_nothing(x: torch.Tensor, shape: tuple[int, ...], p: float, *, rows_first: bool = False) -> None:
+    """Gives no masks; see `Masks`."""
+
+
+def _may_draw(part: nn.Module) -> bool:
+    """Whether its own forward may call dropout: layers of torch without parts do not, but those of dropout."""
+    plain = type(part).__module__.startswith("torch.nn.modules") and not list(part.children())
+    return not plain or torch_internals.dropout.holds(part)

@@ -1,0 +1,70 @@
+"""Random numbers by counting: a function of a counter and a key, on any device, without a state.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox4x32-10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_CACHED, _AT_ONCE = 2**15, 2**22  # counters that fit into the cache of a CPU; that bound the memory of a device
+
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def philox(counter: Sequence[torch.Tensor], key: int) -> Words:
+    """Four random words of 32 bits for each counter of four such words, kept in int64.
+
+    Args:
+        counter: int64, of shapes that can be broadcast to each other.
+        key: 0 <= key < 2**64.
+    """
+    a, b, c, d = counter
+    low, high = key & _WORD, key >> 32
+    for _ in range(_ROUNDS):
+        # The product of two words may pass 2**63: it wraps around, and its 64 bits are those of the true product.
+        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, c = ((second >> 32) ^ b ^ low) & _WORD, ((first >> 32) ^ d ^ high) & _WORD
+        b, d = second & _WORD, first & _WORD
+        low, high = (low + _WEYL[0]) & _WORD, (high + _WEYL[1]) & _WORD
+    return a, b, c, d
+
+
+def keep_mask(ids: torch.Tensor, places: Sequence[torch.Tensor], last: range, key: int, keep: float) -> torch.Tensor:
+    """Which elements are kept, each with probability `keep`, as a function of its own place and of nothing else.
+
+    What is computed of a part of the places, or of the rows, is that part of the whole mask.
+
+    Args:
+        ids: Of the rows, int64 [rows] >= 0.
+        places: Where the elements lie in each further dimension but the last: int64, one per element.
+        last: Where they lie in the last one.
+        key: Separates masks, 0 <= key < 2**64.
+        keep: The probability.
+
+    Returns:
+        bool [rows, *lengths of `places`, length of `last`].
+    """
+    low, high = ids & _WORD, ids >> 32
+    zero = torch.zeros((), dtype=torch.int64, device=ids.device)
+    for number, place in enumerate(places, 1):  # a key per line of the last dimension, whatever the other lengths are
+        low, high = philox([place, low[..., None], high[..., None], zero + number], key)[:2]
+    first, end = last.start // 4, -(-last.stop // 4)
+    blocks = torch.arange(first, end, device=ids.device)
+    lines, count = low.numel(), len(blocks)
+    low, high = low.reshape(lines, 1), high.reshape(lines, 1)
+    kept = torch.empty(lines, count, 4, dtype=torch.bool, device=ids.device)
+    step = max((_CACHED if ids.device.type == "cpu" else _AT_ONCE) // max(count, 1), 1)
+    limit = round(keep * 2**32)
+    for start in range(0, lines, step):
+        some = slice(start, start + step)
+        for word, bits in enumerate(philox([blocks, low[some], high[some], zero], key)):
+            torch.lt(bits, limit, out=kept[some, :, word])
+    shape = (len(ids), *map(len, places), len(last))
+    return kept.reshape(lines, count * 4)[:, last.start - 4 * first :][:, : len(last)].reshape(shape)
