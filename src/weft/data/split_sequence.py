@@ -13,7 +13,7 @@ from weft.checks import check_choice, check_count
 from weft.context import DistContext
 from weft.errors import ContextError, listed, type_error, value_error
 from weft.tensors.nested import cuts_itself, leaves, map_leaves, with_items
-from weft.tensors.sequence_order import Order, SequencePart, chunks, note_part, places
+from weft.tensors.sequence_order import Order, SequencePart, chunks, note_part, places, with_note_of
 
 B = TypeVar("B")
 _PAD = 'loader = DataLoader(..., collate_fn=weft.data.pad_collate(multiple_of={}, fill={{"labels": -100}}))'
@@ -202,4 +202,4 @@ def _cut(leaf: Any, dim: int, length: int, part: SequencePart) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf.take(places(length, part).numpy(), axis=dim)
     pieces = [leaf.narrow(dim, run.start, len(run)) for run in runs]
-    return note_part(torch.cat(pieces, dim), part)
+    return note_part(with_note_of(leaf, torch.cat(pieces, dim)), part)

@@ -7,7 +7,7 @@ have to agree on.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
@@ -177,6 +177,7 @@ class TensorOptions(StrategyOptions):
         inside: What lies in these blocks.
         summed: Names of whole parameters of whose gradients each rank has a part.
         make_real: Called with a part before it is cut, if the module is on meta.
+        told: Called with (module, styles, rank, ranks, what to undo) when the layers are cut.
     """
 
     styles: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -185,6 +186,7 @@ class TensorOptions(StrategyOptions):
     inside: frozenset[str] = field(default=frozenset(), compare=False)
     summed: tuple[str, ...] = ()
     make_real: Callable[[nn.Module], None] | None = field(default=None, compare=False)
+    told: Sequence[Callable[..., None]] = field(default=(), compare=False)
     buffers: Literal["broadcast", "local"] = "local"
     strategy: str = field(default="tensor_parallel", compare=False)
 

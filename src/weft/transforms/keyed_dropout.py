@@ -24,7 +24,7 @@ L = TypeVar("L", bound=DataLoader[Any])
     phase=Phase.PREPARE,
     changes=Part.FORWARD,
     after={"shard_data"},
-    excludes={"context_parallel", "tensor_parallel", "pipeline", "compile", "place"},
+    excludes={"compile", "place"},
     collective=True,
 )
 def keyed_dropout(module: M, loader: L, ctx: DistContext, *, seed: int | None = None) -> tuple[M, L, DistContext]:

@@ -11,10 +11,11 @@ from torch import nn
 
 from weft.checks import check_module, check_not_lazy, check_torch
 from weft.context import DistContext
-from weft.contract import agree_on_parameters, check_quantized_weights, layouts
+from weft.contract import agree_on_parameters, check_quantized_weights, layouts, offered
 from weft.engines import Spmd
 from weft.engines.options import TensorOptions
 from weft.engines.results import TensorParallel
+from weft.engines.torch.keyed_dropout.keyed import KeyedDropout
 from weft.errors import ContextError
 from weft.peers.ledger import Ledger
 from weft.sharding.layers.tensor_checks import (
@@ -96,7 +97,8 @@ def cut_layers(
         assert ctx.mesh is not None
         if source is None:
             broadcast_state(module, layouts(module, ctx), ctx, [axis])
-        options = replace(options, make_real=None if source is None else source.make_real)
+        told = [dropout.divide for dropout in offered(module, KeyedDropout)]
+        options = replace(options, make_real=None if source is None else source.make_real, told=told)
         from weft.engines.torch.parallel.tensor_module import TensorParallelModule  # noqa: PLC0415  (slow to import)
 
         cut = TensorParallelModule(module, ctx.mesh[axis], line.group, options, Ledger(line.world, _WHAT))

@@ -12,8 +12,9 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional as F  # noqa: N812  (as everywhere)
@@ -21,11 +22,27 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 
+class AttentionPart(NamedTuple):
+    """Which weights of attention a rank computes, where several ranks compute them.
+
+    Attributes:
+        head: The first one of its heads.
+        heads: How many there are, of those that several ranks share out again; 0: as many as it computes.
+        queries: Their places in the sequence; None: from the first one on.
+        continues: They belong to the attention of the call before.
+    """
+
+    head: int = 0
+    heads: int = 0
+    queries: torch.Tensor | None = None
+    continues: bool = False
+
+
 class Masks(Protocol):
     """Gives masks."""
 
     def __call__(
-        self, x: torch.Tensor, shape: tuple[int, ...], p: float, *, rows_first: bool = False
+        self, x: torch.Tensor, shape: tuple[int, ...], p: float, *, attention: AttentionPart | None = None
     ) -> torch.Tensor | None:
         """Whether each element is kept.
 
@@ -33,7 +50,7 @@ class Masks(Protocol):
             x: What is dropped from.
             shape: Of the mask.
             p: The probability of dropping.
-            rows_first: The first dimension of it is that of the rows, whatever the sizes say.
+            attention: It is for weights of attention, [rows, heads, queries, keys].
 
         Returns:
             bool, of this shape; None: nothing is dropped.
@@ -43,12 +60,37 @@ class Masks(Protocol):
 _ALPHA = -1.7580993408473766  # what SELU approaches for small values: Klambauer et al., 2017
 
 
+_NOTE = "_weft_attention_part"
+_is_keyed: ContextVar[bool] = ContextVar("is_keyed", default=False)
+
+
+def note_attention(query: torch.Tensor, part: AttentionPart) -> torch.Tensor:
+    """Note on queries which part of an attention is computed with them."""
+    setattr(query, _NOTE, part)
+    return query
+
+
+def is_keyed() -> bool:
+    """Whether dropout has given masks at this moment."""
+    return _is_keyed.get()
+
+
 class DropoutMode(TorchFunctionMode):
     """Computes dropout with the masks that a function gives."""
 
     def __init__(self, masks: Masks) -> None:
         super().__init__()
         self._masks = masks
+
+    @override
+    def __enter__(self) -> Any:
+        self._token = _is_keyed.set(True)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    @override
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _is_keyed.reset(self._token)
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,10 +108,10 @@ def _scaled(
     *,
     train: bool = True,
     inplace: bool = False,
-    rows_first: bool = False,
+    attention: AttentionPart | None = None,
 ) -> torch.Tensor:
     """Elements dropped, the others scaled so that the mean stays; `shape` is that of the mask."""
-    kept = masks(x, shape, p, rows_first=rows_first) if train and p else None
+    kept = masks(x, shape, p, attention=attention) if train and p else None
     if kept is None:
         return x
     factor = kept.to(x.dtype) if p == 1.0 else kept.to(x.dtype).div_(1.0 - p)
@@ -164,7 +206,8 @@ def _attention(
     weights = torch.softmax(scores, -1)
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # as torch: a query that sees nothing gets zeros
         weights = weights.masked_fill(~attn_mask.any(-1, keepdim=True), 0.0)
-    return _scaled(masks, weights, tuple(weights.shape), dropout_p, rows_first=True) @ value
+    part: AttentionPart = getattr(query, _NOTE, AttentionPart())
+    return _scaled(masks, weights, tuple(weights.shape), dropout_p, attention=part) @ value
 
 
 def _multi_head_attention(masks: Masks, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +216,7 @@ def _multi_head_attention(masks: Masks, *args: Any, **kwargs: Any) -> Any:
 
     def drop(weights: torch.Tensor, p: float) -> torch.Tensor:
         heads = weights.unflatten(0, (-1, given["num_heads"]))
-        return _scaled(masks, heads, tuple(heads.shape), p, rows_first=True).flatten(0, 1)
+        return _scaled(masks, heads, tuple(heads.shape), p, attention=AttentionPart()).flatten(0, 1)
 
     replaced: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": functools.partial(_attention, masks),

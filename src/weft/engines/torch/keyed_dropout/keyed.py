@@ -2,10 +2,10 @@
 
 [Note: again] A block that is computed again in backward has to drop the same elements, whatever was computed since: for
 another batch, another micro-batch, or by the same module a second time. What computes it again (`recompute`, torch's
-`checkpoint`, a model of transformers) puts torch's random state back to that of the beginning of the block. So the seed
-of torch's generator on the CPU counts the draws while the module runs: the first draw of forward n has the seed n << 20,
-the next one the seed after it. A seed that is known already belongs to a draw that is made again. After the forward,
-the random state is what it was before.
+`checkpoint`, a model of transformers) puts torch's random state back to that of the beginning of the block. So, while
+the module runs, the seed of torch's generator on the CPU counts the draws: the first one of forward n has the seed
+n << 20, the next one the seed after it. A seed that is known already belongs to a draw that is made again. After the
+forward, the random state is what it was before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +22,15 @@ from torch import nn
 
 from weft import torch_internals
 from weft.engines.torch.hooks.method_hooks import Removable, attach
-from weft.engines.torch.keyed_dropout.functions import DropoutMode
+from weft.engines.torch.keyed_dropout.divided_layers import DividedLayers
+from weft.engines.torch.keyed_dropout.functions import AttentionPart, DropoutMode
 from weft.engines.torch.probes.no_trace import is_measured
 from weft.errors import ContractError, warn
 from weft.keyed_random.philox import keep_mask
 from weft.keyed_random.row_keys import RowKeys, noted_rows
 from weft.tensors.nested import tensors
+from weft.tensors.sequence_order import part_of
+from weft.tensors.sequence_order import places as places_of
 
 _SHIFT = 20  # bits of a seed that count the draws of one forward
 _KEPT = 4096  # forwards that may still be computed again
@@ -52,13 +55,15 @@ class _Forward:
 
     Attributes:
         rows: The samples; None if they are not known.
+        part: Of the sequences, which several ranks share out; None: all of them.
         lengths: How many places each row has in what it was called with.
         draws: What was drawn.
     """
 
-    def __init__(self, rows: RowKeys | None, lengths: frozenset[int]) -> None:
+    def __init__(self, given: Sequence[torch.Tensor], rows: RowKeys | None) -> None:
         self.rows = rows
-        self.lengths = lengths
+        self.part = next((part for part in map(part_of, given) if part is not None), None)
+        self.lengths = _lengths(given, rows)
         self.draws: list[_Draw] = []
 
 
@@ -79,6 +84,7 @@ class KeyedDropout:
         self._latest = latest
         self._key = key
         self._mode = DropoutMode(self._mask)
+        self._layers = DividedLayers()
         self._running: list[str] = []  # names of the modules that compute, outermost first
         self._forwards: OrderedDict[int, _Forward] = OrderedDict()
         self._warned = False
@@ -98,9 +104,6 @@ class KeyedDropout:
         try:
             if len(self._running) > 1 or not self._trains():
                 return call(*args, **kwargs)
-            if is_measured():  # a probe compares what is computed without dropout
-                with DropoutMode(_drop_nothing):
-                    return call(*args, **kwargs)
             is_again = torch.initial_seed() >> _SHIFT in self._forwards
             with contextlib.nullcontext() if is_again else self._forward(args, kwargs), self._mode:
                 return call(*args, **kwargs)
@@ -122,7 +125,7 @@ class KeyedDropout:
         # A model may draw more than dropout: other numbers in each forward and on each rank, as the state before it.
         facts = [] if rows is None else [rows.epoch, *rows.ids[:1], rows.draws.total()]
         number = hash((*facts, *before.view(torch.int64)[:8].tolist())) % 2**42
-        self._forwards[number] = _Forward(rows, _lengths(given, rows))
+        self._forwards[number] = _Forward(given, rows)
         if len(self._forwards) > _KEPT:
             self._forwards.popitem(last=False)
         generator.manual_seed(number << _SHIFT)
@@ -132,26 +135,74 @@ class KeyedDropout:
         finally:
             generator.set_state(before)
 
+    def divide(
+        self, module: nn.Module, styles: Mapping[str, object], rank: int, ranks: int, removable: Removable
+    ) -> None:
+        """The layers of the module are divided over ranks from now on; see `DividedLayers`."""
+        self._layers = DividedLayers(rank, ranks)
+        self._layers.follow(module, styles, removable)
+
     def _mask(
-        self, x: torch.Tensor, shape: tuple[int, ...], p: float, *, rows_first: bool = False
+        self, x: torch.Tensor, shape: tuple[int, ...], p: float, *, attention: AttentionPart | None = None
     ) -> torch.Tensor | None:
         """The next mask; see `Masks`."""
-        forward, draw = self._next_draw()
+        if is_measured():  # a probe compares what is computed without dropout, and notes that there was some
+            torch.native_dropout(x.detach().new_empty(0, dtype=torch.float32), p, train=True)
+            return None
+        forward, draw = self._next_draw(torch.initial_seed() - (attention is not None and attention.continues))
         assert forward.rows is not None
-        ids = forward.rows.on(x.device)
-        dim, folded = self._rows_in(shape, forward, rows_first=rows_first)
+        dim, folded = self._rows_in(shape, forward, is_attention=attention is not None)
         sizes = [*shape[:dim], *([folded] if folded > 1 else []), *shape[dim + 1 :]] or [1]
-        places = [torch.arange(size, device=x.device) for size in sizes[:-1]]
+        if attention is None and len(sizes) == 3 and {*sizes[1:]} <= forward.lengths:
+            attention = AttentionPart()  # step by step, in the model's own code
+        places = self._heads(sizes, attention, forward) if attention else self._elements(sizes, forward)
+        first, last = int(places[-1][0]), int(places[-1][-1]) + 1  # ascending
+        places = [place.to(x.device, non_blocking=True) for place in places]
         key = self._key(forward.rows.epoch, draw.module, draw.number)
-        return keep_mask(ids, places, range(sizes[-1]), key, 1.0 - p).movedim(0, dim).reshape(shape)
+        kept = keep_mask(forward.rows.on(x.device), places[:-1], range(first, last), key, 1.0 - p)
+        if kept.shape[-1] != sizes[-1]:
+            kept = kept.index_select(-1, places[-1] - first)
+        return kept.movedim(0, dim).reshape(shape)
 
-    def _next_draw(self) -> tuple[_Forward, _Draw]:
+    def _elements(self, sizes: Sequence[int], forward: _Forward) -> list[torch.Tensor]:
+        """Where the elements lie in each dimension but that of the rows, of which the first one may be a sequence."""
+        name, layers = self._running[-1], self._layers
+        places = [torch.arange(size) for size in sizes]
+        if forward.part is not None or layers.ranks > 1:
+            places[0] = self._sequence(sizes[0], forward) if len(sizes) > 1 or forward.part else places[0]
+        widths = layers.widths_at(name)
+        if widths and sizes[-1] not in widths:
+            raise self._unclear(sizes, f"features of a part: {sorted(widths)} of this rank")
+        return [*places[:-1], places[-1] + (layers.rank * sizes[-1] if widths else 0)]
+
+    def _heads(self, sizes: Sequence[int], part: AttentionPart, forward: _Forward) -> list[torch.Tensor]:
+        """Where weights of attention lie: their heads, queries and keys."""
+        heads, queries, keys = sizes[-3:]
+        is_divided = bool(self._layers.widths_at(self._running[-1]))
+        first = part.head + (self._layers.rank * (part.heads or heads) if is_divided else 0)
+        own = torch.arange(queries) if part.queries is None else part.queries
+        return [*map(torch.arange, sizes[:-3]), torch.arange(first, first + heads), own, torch.arange(keys)]
+
+    def _sequence(self, size: int, forward: _Forward) -> torch.Tensor:
+        """The places of a sequence that this rank has, of which a dimension of this size holds its own."""
+        layers, part = self._layers, forward.part
+        for length in forward.lengths:
+            whole = torch.arange(length) if part is None else places_of(length * part.ranks, part)
+            if size == length:
+                return whole
+            if size * layers.ranks == length:  # between blocks whose sequence is divided over the same ranks
+                return whole[layers.rank * size :][:size]
+        if part is None:
+            return torch.arange(size)
+        raise self._unclear([size], f"the places of this rank: {sorted(forward.lengths)}")
+
+    def _next_draw(self, seed: int) -> tuple[_Forward, _Draw]:
         """What is drawn now: something new, or what was drawn when a block was computed the first time.
 
         Raises:
             ContractError: It is not known what the block has drawn then, or for which samples.
         """
-        name, seed = self._running[-1], torch.initial_seed()
+        name = self._running[-1]
         forward, number = self._forwards.get(seed >> _SHIFT), seed % (1 << _SHIFT)
         if forward is not None and forward.rows is None:
             raise self._unknown_rows()
@@ -163,11 +214,11 @@ class KeyedDropout:
         torch.default_generator.manual_seed(seed + 1)
         return forward, forward.draws[number]
 
-    def _rows_in(self, shape: tuple[int, ...], forward: _Forward, *, rows_first: bool) -> tuple[int, int]:
+    def _rows_in(self, shape: tuple[int, ...], forward: _Forward, *, is_attention: bool) -> tuple[int, int]:
         """The dimension of the rows, and how many places of each are folded into it."""
         assert forward.rows is not None
         rows, (first, second) = len(forward.rows.ids), (*shape, 0, 0)[:2]
-        is_second = second == rows and not rows_first and (first in forward.lengths or self._rows_second)
+        is_second = second == rows and not is_attention and (first in forward.lengths or self._rows_second)
         is_folded = rows > 0 and first % rows == 0 and first // rows in forward.lengths
         if is_second and (self._rows_second or first != rows) and (rows == 1 or not is_folded):
             return 1, 1
@@ -175,11 +226,17 @@ class KeyedDropout:
             return 0, 1
         if is_folded:
             return 0, first // rows
-        name = self._running[-1]
-        raise ContractError(
-            f"keyed_dropout: it cannot be told which rows of {list(shape)} belong to which samples",
-            found=f"dropout of {name or self._kind!r} on a tensor {list(shape)}, in a batch of {rows} samples",
-            expected="a row per sample in the first dimension, or in the second; or rows and places as the first one",
+        raise self._unclear(
+            shape,
+            f"a row per sample, {rows} of them, in the first dimension or in the second; or "
+            "all places of the first row, then of the next one",
+        )
+
+    def _unclear(self, sizes: Sequence[int], expected: str) -> ContractError:
+        return ContractError(
+            "keyed_dropout: it cannot be told which elements of a tensor belong to which samples and places",
+            found=f"dropout of {self._running[-1] or self._kind!r}, sizes {list(sizes)}",
+            expected=expected,
             fix="x.unflatten(0, (rows, -1))  # before it is dropped from; or p = 0 there",
         )
 
@@ -219,10 +276,6 @@ def _lengths(given: Sequence[torch.Tensor], rows: RowKeys | None) -> frozenset[i
     sizes = [tensor.shape[:2] for tensor in given if tensor.ndim > 1]
     number = 0 if rows is None else len(rows.ids)
     return frozenset(second if first == number else first for first, second in sizes if number in (first, second))
-
-
-def _drop_nothing(x: torch.Tensor, shape: tuple[int, ...], p: float, *, rows_first: bool = False) -> None:
-    """Gives no masks; see `Masks`."""
 
 
 def _may_draw(part: nn.Module) -> bool:

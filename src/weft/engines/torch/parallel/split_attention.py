@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from weft.engines.torch.hooks.method_hooks import Removable, attach
-from weft.engines.torch.keyed_dropout.functions import with_functions
+from weft.engines.torch.keyed_dropout.functions import AttentionPart, is_keyed, note_attention, with_functions
 from weft.engines.torch.parallel.sequence_exchange import (
     SequenceRanks,
     gather_sequences,
@@ -28,7 +28,7 @@ from weft.engines.torch.parallel.sequence_exchange import (
     parts_to_heads,
 )
 from weft.errors import ContextError, ContractError
-from weft.tensors.sequence_order import chunks
+from weft.tensors.sequence_order import SequencePart, chunks, places
 
 Method = Literal["heads", "gather"]
 
@@ -152,15 +152,15 @@ class _AttentionMode(TorchFunctionMode):
         del enable_gqa  # the numbers of heads say it
         at = self._at
         _check_shapes(at, query, key)
-        if dropout_p:
+        if dropout_p and not is_keyed():
             raise _dropout_refused(at.name, dropout_p)
         causal = is_causal or _is_causal(at, attn_mask, query.shape[-2])
         query, key, value = _cast_together(query, key, value)
         if at.method == "heads":
             if query.shape[1] % self._ranks.number:
                 raise _heads_refused(at.name, query.shape[1], self._ranks.number)
-            return _attend_in_heads(_AttentionCall(self._ranks, causal, scale), query, key, value)
-        return _attend_whole(_AttentionCall(self._ranks, causal, scale), query, key, value)
+            return _attend_in_heads(_AttentionCall(self._ranks, causal, scale, dropout_p), query, key, value)
+        return _attend_whole(_AttentionCall(self._ranks, causal, scale, dropout_p), query, key, value)
 
 
 class _AttentionCall(NamedTuple):
@@ -169,6 +169,7 @@ class _AttentionCall(NamedTuple):
     ranks: SequenceRanks
     causal: bool
     scale: float | None
+    dropout: float
 
 
 def _attend_in_heads(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -181,9 +182,11 @@ def _attend_in_heads(call: _AttentionCall, query: torch.Tensor, key: torch.Tenso
     if repeat > 1:  # fewer heads of keys than ranks: each travels to several
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     query, key, value = parts_to_heads(call.ranks, query, key, value)
-    grouped = query.shape[1] != key.shape[1]
+    grouped, heads = query.shape[1] != key.shape[1], query.shape[1]
+    if call.dropout:
+        query = note_attention(query, AttentionPart(call.ranks.rank * heads, n * heads))
     output = F.scaled_dot_product_attention(
-        query, key, value, is_causal=call.causal, scale=call.scale, enable_gqa=grouped
+        query, key, value, None, call.dropout, is_causal=call.causal, scale=call.scale, enable_gqa=grouped
     )
     return heads_to_parts(call.ranks, output)
 
@@ -197,19 +200,28 @@ def _attend_whole(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, 
     key, value = gather_sequences(call.ranks, key, value)
     length = key.shape[-2]
     if not call.causal:
-        return F.scaled_dot_product_attention(query, key, value, scale=call.scale, enable_gqa=grouped)
+        if call.dropout:
+            at = places(length, SequencePart(call.ranks.order, call.ranks.number, call.ranks.rank))
+            query = note_attention(query, AttentionPart(queries=at))
+        return F.scaled_dot_product_attention(
+            query, key, value, None, call.dropout, scale=call.scale, enable_gqa=grouped
+        )
     outputs, done = [], 0
     for run in chunks(length, call.ranks.number, call.ranks.rank, call.ranks.order):
         mask = None
         if run.start:
             at = torch.arange(run.start, run.stop, device=query.device)
             mask = at[:, None] >= torch.arange(run.stop, device=query.device)
+        some = query[..., done : done + len(run), :]
+        if call.dropout:
+            some = note_attention(some, AttentionPart(queries=torch.arange(run.start, run.stop), continues=done > 0))
         outputs.append(
             F.scaled_dot_product_attention(
-                query[..., done : done + len(run), :],
+                some,
                 key[..., : run.stop, :],
                 value[..., : run.stop, :],
                 attn_mask=mask,
+                dropout_p=call.dropout,
                 is_causal=mask is None,
                 scale=call.scale,
                 enable_gqa=grouped,
@@ -234,8 +246,9 @@ def _dropout_refused(name: str, probability: float) -> ContractError:
     return ContractError(
         f"context_parallel: attention module {name!r} drops weights with probability {probability}",
         found=f"dropout {probability} inside of attention",
-        expected="no dropout there: which weights it drops depends on who computes them; in other places it may be",
-        fix="attention_dropout=0.0 in the config, or dropout=0.0 for nn.MultiheadAttention",
+        expected="no dropout there, or masks that do not depend on who computes them",
+        fix="model, loader, ctx = weft.keyed_dropout(model, loader, ctx)  # before context_parallel; "
+        "or attention_dropout=0.0 in the config, dropout=0.0 for nn.MultiheadAttention",
     )
 
 

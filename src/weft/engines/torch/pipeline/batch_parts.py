@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from weft.errors import listed, type_error, value_error
+from weft.keyed_random.row_keys import rows_cut
 from weft.tensors.nested import leaves, map_tensors, tensors
 
 _IGNORED = -100  # torch's and transformers' number for labels that do not count
@@ -164,7 +165,7 @@ def _check_rows(inputs: Inputs, rows: int, number: int) -> None:
 
 def _rows(inputs: Inputs, rows: int, part: slice | list[int]) -> Inputs:
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[part] if tensor.dim() and tensor.shape[0] == rows else tensor
+        return rows_cut(tensor, part) if tensor.dim() and tensor.shape[0] == rows else tensor
 
     target = inputs.target if inputs.target is NOTHING else map_tensors(cut, inputs.target)
     return Inputs(map_tensors(cut, inputs.args), map_tensors(cut, inputs.kwargs), target)

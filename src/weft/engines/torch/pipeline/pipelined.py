@@ -41,7 +41,7 @@ from weft.engines.torch.pipeline.schedules import make_schedule, owners
 from weft.engines.torch.pipeline.stage_borders import Borders
 from weft.engines.torch.pipeline.stage_forward import StageForward
 from weft.engines.torch.pipeline.stage_parameters import Aliases, LentLayers, WaitingGradients, gather_units_once
-from weft.engines.torch.probes.no_trace import no_trace, random_kept
+from weft.engines.torch.probes.no_trace import measured, no_trace, random_kept
 from weft.engines.torch.probes.observed import WithoutDropout
 from weft.engines.torch.probes.same_draws import SameDraws
 from weft.errors import ContractError
@@ -190,7 +190,7 @@ class PipelinedModule:
 
     def _probe(self, batches: MicroBatches) -> None:
         """Let each stage see once what it receives: the forward of the first micro-batch."""
-        with torch.no_grad():
+        with torch.no_grad(), measured():
             for stage in self.here:
                 received = self._borders.receive(batches.key, stage)
                 output = self._compute(stage, batches.parts[0], received)
@@ -239,7 +239,7 @@ class PipelinedModule:
             rows = join_rows(returned, self._rows.dims, [1.0] * len(returned))
             all_rows = running.batches.together(running.window), rows
             try:
-                with no_trace(self._module), WithoutDropout() as observed:
+                with measured(), no_trace(self._module), WithoutDropout() as observed:
                     with SameDraws() as draws:
                         whole = self._loss_at_end(*all_rows).mean()
                     if observed.dropped or draws.has_drawn:  # other numbers for the micro-batches

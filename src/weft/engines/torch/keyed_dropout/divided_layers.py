@@ -1,0 +1,67 @@
+"""Which part of the features of an activation a rank has, where `tensor_parallel` divides the layers.
+
+Between a column layer and the row layer after it, the last dimension of activations is divided, and so are the heads of
+attention. Hooks on these layers tell which of both a module is at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from weft.engines.torch.hooks.method_hooks import Removable, attach
+
+
+class DividedLayers:
+    """The layers of one module.
+
+    Attributes:
+        rank: Of this process along the axis.
+        ranks: How many there are.
+    """
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self._widths: dict[str, set[int]] = {}  # by the parts whose activations are divided at this moment
+
+    def follow(self, module: nn.Module, styles: Mapping[str, object], removable: Removable) -> None:
+        """Learn from hooks when the layers compute.
+
+        Args:
+            module: Whose layers were divided.
+            styles: The style of each.
+            removable: Learns how to take the hooks off.
+        """
+        for name, style in styles.items():
+            is_column = isinstance(style, ColwiseParallel) or str(style).partition(":")[0] == "column"
+            if is_column or style == "row" or isinstance(style, RowwiseParallel):
+                after = self._divided if is_column else self._whole
+                attach(module.get_submodule(name), removable, after=_told(partial(after, name)))
+
+    def widths_at(self, name: str) -> frozenset[int]:
+        """The sizes of the last dimension of activations that are divided where a module computes; empty: none is."""
+        found = [widths for part, widths in self._widths.items() if _is_within(name, part)]
+        return frozenset().union(*found)
+
+    def _divided(self, name: str, output: Any) -> None:
+        self._widths.setdefault(name.rpartition(".")[0], set()).add(output.shape[-1])
+
+    def _whole(self, name: str, output: Any) -> None:
+        for part in [part for part in self._widths if _is_within(name, part)]:
+            del self._widths[part]
+
+
+def _told(tell: Callable[[Any], None]) -> Callable[..., None]:
+    def after(module: nn.Module, args: object, output: Any) -> None:
+        tell(output)
+
+    return after
+
+
+def _is_within(name: str, part: str) -> bool:
+    return not part or name == part or name.startswith(f"{part}.")
