@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -28,13 +28,13 @@ class AttentionPart(NamedTuple):
     Attributes:
         head: The first one of its heads.
         heads: How many there are, of those that several ranks share out again; 0: as many as it computes.
-        queries: Their places in the sequence; None: from the first one on.
+        queries: Their places in the sequence; empty: from the first one on.
         continues: They belong to the attention of the call before.
     """
 
     head: int = 0
     heads: int = 0
-    queries: torch.Tensor | None = None
+    queries: Sequence[range] = ()
     continues: bool = False
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,12 +30,12 @@ from weft.errors import ContractError, warn
 from weft.keyed_random.philox import keep_mask
 from weft.keyed_random.row_keys import RowKeys, noted_rows
 from weft.tensors.nested import tensors
-from weft.tensors.sequence_order import part_of
-from weft.tensors.sequence_order import places as places_of
+from weft.tensors.sequence_order import chunks, part_of
 
 _SHIFT = 20  # bits of a seed that count the draws of one forward
 _KEPT = 4096  # forwards that may still be computed again
 
+Runs = Sequence[range]  # places in one dimension, ascending
 Key = Callable[[int, str, int], int]  # of an epoch, a module and a number: separates masks
 
 
@@ -104,7 +105,8 @@ class KeyedDropout:
         try:
             if len(self._running) > 1 or not self._trains():
                 return call(*args, **kwargs)
-            is_again = torch.initial_seed() >> _SHIFT in self._forwards
+            # In a backward pass, something is computed again; where that was not with its random state, drawing raises.
+            is_again = torch_internals.graph_task_id() != -1 or torch.initial_seed() >> _SHIFT in self._forwards
             with contextlib.nullcontext() if is_again else self._forward(args, kwargs), self._mode:
                 return call(*args, **kwargs)
         finally:
@@ -124,7 +126,7 @@ class KeyedDropout:
         rows = noted_rows(given) or latest
         # A model may draw more than dropout: other numbers in each forward and on each rank, as the state before it.
         facts = [] if rows is None else [rows.epoch, *rows.ids[:1], rows.draws.total()]
-        number = hash((*facts, *before.view(torch.int64)[:8].tolist())) % 2**42
+        number = hash((*facts, int.from_bytes(before.numpy()[:64].tobytes()))) % 2**42
         self._forwards[number] = _Forward(given, rows)
         if len(self._forwards) > _KEPT:
             self._forwards.popitem(last=False)
@@ -155,45 +157,48 @@ class KeyedDropout:
         sizes = [*shape[:dim], *([folded] if folded > 1 else []), *shape[dim + 1 :]] or [1]
         if attention is None and len(sizes) == 3 and {*sizes[1:]} <= forward.lengths:
             attention = AttentionPart()  # step by step, in the model's own code
-        places = self._heads(sizes, attention, forward) if attention else self._elements(sizes, forward)
-        first, last = int(places[-1][0]), int(places[-1][-1]) + 1  # ascending
-        places = [place.to(x.device, non_blocking=True) for place in places]
+        places = self._heads(sizes, attention) if attention else self._elements(sizes, forward)
+        last = range(places[-1][0].start, places[-1][-1].stop)
         key = self._key(forward.rows.epoch, draw.module, draw.number)
-        kept = keep_mask(forward.rows.on(x.device), places[:-1], range(first, last), key, 1.0 - p)
-        if kept.shape[-1] != sizes[-1]:
-            kept = kept.index_select(-1, places[-1] - first)
+        outer = [_tensor(runs, x.device) for runs in places[:-1]]
+        kept = keep_mask(forward.rows.on(x.device), outer, last, key, 1.0 - p)
+        if len(places[-1]) > 1:
+            kept = kept.index_select(-1, _tensor(places[-1], x.device) - last.start)
         return kept.movedim(0, dim).reshape(shape)
 
-    def _elements(self, sizes: Sequence[int], forward: _Forward) -> list[torch.Tensor]:
+    def _elements(self, sizes: Sequence[int], forward: _Forward) -> list[Runs]:
         """Where the elements lie in each dimension but that of the rows, of which the first one may be a sequence."""
-        name, layers = self._running[-1], self._layers
-        places = [torch.arange(size) for size in sizes]
-        if forward.part is not None or layers.ranks > 1:
-            places[0] = self._sequence(sizes[0], forward) if len(sizes) > 1 or forward.part else places[0]
-        widths = layers.widths_at(name)
+        layers, found = self._layers, list[Runs]([range(size)] for size in sizes)
+        if (forward.part is not None or layers.ranks > 1) and (len(sizes) > 1 or sizes[0] in forward.lengths):
+            found[0] = self._sequence(sizes[0], forward)
+        widths = layers.widths_at(self._running[-1])
         if widths and sizes[-1] not in widths:
             raise self._unclear(sizes, f"features of a part: {sorted(widths)} of this rank")
-        return [*places[:-1], places[-1] + (layers.rank * sizes[-1] if widths else 0)]
+        if widths:
+            found[-1] = [range(layers.rank * sizes[-1], (layers.rank + 1) * sizes[-1])]
+        return found
 
-    def _heads(self, sizes: Sequence[int], part: AttentionPart, forward: _Forward) -> list[torch.Tensor]:
+    def _heads(self, sizes: Sequence[int], part: AttentionPart) -> list[Runs]:
         """Where weights of attention lie: their heads, queries and keys."""
         heads, queries, keys = sizes[-3:]
         is_divided = bool(self._layers.widths_at(self._running[-1]))
         first = part.head + (self._layers.rank * (part.heads or heads) if is_divided else 0)
-        own = torch.arange(queries) if part.queries is None else part.queries
-        return [*map(torch.arange, sizes[:-3]), torch.arange(first, first + heads), own, torch.arange(keys)]
+        own = part.queries or [range(queries)]
+        return [*([range(size)] for size in sizes[:-3]), [range(first, first + heads)], own, [range(keys)]]
 
-    def _sequence(self, size: int, forward: _Forward) -> torch.Tensor:
+    def _sequence(self, size: int, forward: _Forward) -> Runs:
         """The places of a sequence that this rank has, of which a dimension of this size holds its own."""
         layers, part = self._layers, forward.part
         for length in forward.lengths:
-            whole = torch.arange(length) if part is None else places_of(length * part.ranks, part)
+            runs = [range(length)] if part is None else chunks(length * part.ranks, part.ranks, part.rank, part.order)
             if size == length:
-                return whole
-            if size * layers.ranks == length:  # between blocks whose sequence is divided over the same ranks
-                return whole[layers.rank * size :][:size]
+                return runs
+            if size * layers.ranks == length:  # between blocks, whose sequence is divided over the ranks of the layers
+                starts = itertools.accumulate((len(run) for run in runs), initial=-layers.rank * size)
+                found = [run[max(-at, 0) : max(size - at, 0)] for run, at in zip(runs, starts, strict=False)]
+                return [run for run in found if run]
         if part is None:
-            return torch.arange(size)
+            return [range(size)]
         raise self._unclear([size], f"the places of this rank: {sorted(forward.lengths)}")
 
     def _next_draw(self, seed: int) -> tuple[_Forward, _Draw]:
@@ -245,7 +250,7 @@ class KeyedDropout:
             return
         fresh = torch.Generator()
         fresh.manual_seed(generator.initial_seed())
-        if not torch.equal(fresh.get_state(), generator.get_state()):
+        if bytes(fresh.get_state().numpy()) != bytes(generator.get_state().numpy()):
             self._warned = True
             warn(
                 f"keyed_dropout: forward of {self._kind} draws random numbers that are not those of dropout",
@@ -276,6 +281,10 @@ def _lengths(given: Sequence[torch.Tensor], rows: RowKeys | None) -> frozenset[i
     sizes = [tensor.shape[:2] for tensor in given if tensor.ndim > 1]
     number = 0 if rows is None else len(rows.ids)
     return frozenset(second if first == number else first for first, second in sizes if number in (first, second))
+
+
+def _tensor(runs: Runs, device: torch.device) -> torch.Tensor:
+    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
 
 def _may_draw(part: nn.Module) -> bool:

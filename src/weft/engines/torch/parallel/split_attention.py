@@ -28,7 +28,7 @@ from weft.engines.torch.parallel.sequence_exchange import (
     parts_to_heads,
 )
 from weft.errors import ContextError, ContractError
-from weft.tensors.sequence_order import SequencePart, chunks, places
+from weft.tensors.sequence_order import chunks
 
 Method = Literal["heads", "gather"]
 
@@ -201,8 +201,8 @@ def _attend_whole(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, 
     length = key.shape[-2]
     if not call.causal:
         if call.dropout:
-            at = places(length, SequencePart(call.ranks.order, call.ranks.number, call.ranks.rank))
-            query = note_attention(query, AttentionPart(queries=at))
+            mine = chunks(length, call.ranks.number, call.ranks.rank, call.ranks.order)
+            query = note_attention(query, AttentionPart(queries=mine))
         return F.scaled_dot_product_attention(
             query, key, value, None, call.dropout, scale=call.scale, enable_gqa=grouped
         )
@@ -214,7 +214,7 @@ def _attend_whole(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, 
             mask = at[:, None] >= torch.arange(run.stop, device=query.device)
         some = query[..., done : done + len(run), :]
         if call.dropout:
-            some = note_attention(some, AttentionPart(queries=torch.arange(run.start, run.stop), continues=done > 0))
+            some = note_attention(some, AttentionPart(queries=[run], continues=done > 0))
         outputs.append(
             F.scaled_dot_product_attention(
                 some,
