@@ -396,6 +396,20 @@ def test_a_block_that_is_computed_again_with_another_random_state_is_refused():
     assert "keep_rng=True" in error.fix and "preserve_rng_state=True" in error.fix
 
 
+def test_dropout_in_a_function_that_is_computed_again_is_refused():
+    class Inline(nn.Module):
+        def forward(self, x):
+            def drop(x):
+                return F.dropout(x * 1.0, 0.5, self.training)
+
+            return checkpoint(drop, x, use_reentrant=False) if x.requires_grad else drop(x)
+
+    model, loader, _ = _alone(module=nn.Sequential(nn.Linear(6, 6), Inline()))
+    with told("engines/torch/keyed_dropout/keyed.py", "is computed again") as error:
+        [model(x).sum().backward() for x in loader]
+    assert "Inline" not in error.fix and "'1'" in str(error.error)
+
+
 def test_other_random_numbers_of_a_forward_are_told():
     class Noisy(nn.Module):
         def forward(self, x):

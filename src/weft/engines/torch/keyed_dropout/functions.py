@@ -7,11 +7,12 @@ themselves.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -60,19 +61,23 @@ class Masks(Protocol):
 _ALPHA = -1.7580993408473766  # what SELU approaches for small values: Klambauer et al., 2017
 
 
-_NOTE = "_weft_attention_part"
-_is_keyed: ContextVar[bool] = ContextVar("is_keyed", default=False)
+_masks: ContextVar[Masks | None] = ContextVar("masks", default=None)
+_is_caught: ContextVar[bool] = ContextVar("is_caught", default=False)
 
 
-def note_attention(query: torch.Tensor, part: AttentionPart) -> torch.Tensor:
-    """Note on queries which part of an attention is computed with them."""
-    setattr(query, _NOTE, part)
-    return query
+def keyed_masks() -> Masks | None:
+    """What gives masks to dropout at this moment; None: torch draws them."""
+    return _masks.get()
 
 
-def is_keyed() -> bool:
-    """Whether dropout has given masks at this moment."""
-    return _is_keyed.get()
+@contextlib.contextmanager
+def attention_caught() -> Iterator[None]:
+    """Around the calls of a module whose attention somebody else computes, with `attention`."""
+    token = _is_caught.set(True)
+    try:
+        yield
+    finally:
+        _is_caught.reset(token)
 
 
 class DropoutMode(TorchFunctionMode):
@@ -84,17 +89,17 @@ class DropoutMode(TorchFunctionMode):
 
     @override
     def __enter__(self) -> Any:
-        self._token = _is_keyed.set(True)
+        self._token = _masks.set(self._masks)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     @override
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _is_keyed.reset(self._token)
+        _masks.reset(self._token)
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        replacement = _REPLACEMENTS.get(func)
+        replacement = None if _is_caught.get() and func in _ATTENTIONS else _REPLACEMENTS.get(func)
         if replacement is not None:
             return replacement(self._masks, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -177,7 +182,7 @@ def _bernoulli(masks: Masks, input: torch.Tensor, p: Any = 0.5, *, generator: An
     return input.fill_(1.0) if kept is None else input.copy_(kept)
 
 
-def _attention(
+def attention(
     masks: Masks,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -187,8 +192,9 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    part: AttentionPart | None = None,
 ) -> torch.Tensor:
-    """`F.scaled_dot_product_attention`, step by step where it drops weights.
+    """`F.scaled_dot_product_attention`, step by step where it drops weights: perhaps a part of them.
 
     Source: the reference implementation in its documentation.
     """
@@ -206,8 +212,7 @@ def _attention(
     weights = torch.softmax(scores, -1)
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # as torch: a query that sees nothing gets zeros
         weights = weights.masked_fill(~attn_mask.any(-1, keepdim=True), 0.0)
-    part: AttentionPart = getattr(query, _NOTE, AttentionPart())
-    return _scaled(masks, weights, tuple(weights.shape), dropout_p, attention=part) @ value
+    return _scaled(masks, weights, tuple(weights.shape), dropout_p, attention=part or AttentionPart()) @ value
 
 
 def _multi_head_attention(masks: Masks, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +224,7 @@ def _multi_head_attention(masks: Masks, *args: Any, **kwargs: Any) -> Any:
         return _scaled(masks, heads, tuple(heads.shape), p, attention=AttentionPart()).flatten(0, 1)
 
     replaced: dict[str, Callable[..., Any]] = {
-        "scaled_dot_product_attention": functools.partial(_attention, masks),
+        "scaled_dot_product_attention": functools.partial(attention, masks),
         "dropout": drop,
     }
     return with_functions(replaced)(*args, **kwargs)
@@ -242,6 +247,7 @@ def with_functions(replaced: Mapping[str, Callable[..., Any]]) -> Callable[..., 
     return copied
 
 
+_ATTENTIONS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _REPLACEMENTS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
@@ -253,7 +259,7 @@ _REPLACEMENTS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         F.alpha_dropout: _alpha_dropout,
         F.feature_alpha_dropout: _feature_alpha_dropout,
         torch.Tensor.bernoulli_: _bernoulli,
-        F.scaled_dot_product_attention: _attention,
+        F.scaled_dot_product_attention: attention,
         F.multi_head_attention_forward: _multi_head_attention,
     }
 )

@@ -87,6 +87,7 @@ class KeyedDropout:
         self._mode = DropoutMode(self._mask)
         self._layers = DividedLayers()
         self._running: list[str] = []  # names of the modules that compute, outermost first
+        self._hooks: list[Any] = []  # for saved tensors, as they were when each of them began
         self._forwards: OrderedDict[int, _Forward] = OrderedDict()
         self._warned = False
         # Where sizes do not tell, rows are in the second dimension if that is how the model has them.
@@ -102,6 +103,7 @@ class KeyedDropout:
     def _run(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the forward of a module."""
         self._running.append(name)
+        self._hooks.append(_pack_hook())
         try:
             if len(self._running) > 1 or not self._trains():
                 return call(*args, **kwargs)
@@ -111,6 +113,7 @@ class KeyedDropout:
                 return call(*args, **kwargs)
         finally:
             self._running.pop()
+            self._hooks.pop()
 
     def _trains(self) -> bool:
         parts = (part() for part in self._parts)  # most often, the first one says it
@@ -212,12 +215,24 @@ class KeyedDropout:
         if forward is not None and forward.rows is None:
             raise self._unknown_rows()
         if forward is not None and forward.rows is not None and number == len(forward.draws):
+            self._check_computed_again()
             forward.draws.append(_Draw(name, forward.rows.draws[name]))
             forward.rows.draws[name] += 1
         if forward is None or number >= len(forward.draws) or forward.draws[number].module != name:
             raise self._unknown_state()
         torch.default_generator.manual_seed(seed + 1)
         return forward, forward.draws[number]
+
+    def _check_computed_again(self) -> None:
+        """Raise if dropout is in a function that backward calls again, not the forward of the module around it."""
+        hook, of_checkpoint = _pack_hook(), torch_internals.checkpoint_hook.found.__qualname__
+        if hook is not self._hooks[-1] and hook is not None and hook.__qualname__.startswith(of_checkpoint):
+            raise ContractError(
+                f"keyed_dropout: a function in the forward of {self._running[-1] or self._kind!r} is computed again",
+                found="dropout in it, of which no module knows: the second run would drop other elements",
+                expected="modules that are computed again as such, or dropout in modules of their own",
+                fix="weft.recompute(model, ctx, blocks=...)  # in place of checkpoint or gradient_checkpointing_enable",
+            )
 
     def _rows_in(self, shape: tuple[int, ...], forward: _Forward, *, is_attention: bool) -> tuple[int, int]:
         """The dimension of the rows, and how many places of each are folded into it."""
@@ -281,6 +296,12 @@ def _lengths(given: Sequence[torch.Tensor], rows: RowKeys | None) -> frozenset[i
     sizes = [tensor.shape[:2] for tensor in given if tensor.ndim > 1]
     number = 0 if rows is None else len(rows.ids)
     return frozenset(second if first == number else first for first, second in sizes if number in (first, second))
+
+
+def _pack_hook() -> Any:
+    """What is called with each tensor that is saved for backward, if something is."""
+    hooks = torch_internals.saved_tensor_hooks(True)  # noqa: FBT003  (torch's)
+    return hooks and hooks[0]
 
 
 def _tensor(runs: Runs, device: torch.device) -> torch.Tensor:

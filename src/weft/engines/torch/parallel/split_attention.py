@@ -20,7 +20,14 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from weft.engines.torch.hooks.method_hooks import Removable, attach
-from weft.engines.torch.keyed_dropout.functions import AttentionPart, is_keyed, note_attention, with_functions
+from weft.engines.torch.keyed_dropout.functions import (
+    AttentionPart,
+    Masks,
+    attention,
+    attention_caught,
+    keyed_masks,
+    with_functions,
+)
 from weft.engines.torch.parallel.sequence_exchange import (
     SequenceRanks,
     gather_sequences,
@@ -99,7 +106,7 @@ class _Around:
         caught = _AttentionMode(self, self.ranks)
         attention.inside = True
         try:
-            with caught:
+            with attention_caught(), caught:
                 output = call(*args, **kwargs)
         finally:
             attention.inside = False
@@ -152,15 +159,17 @@ class _AttentionMode(TorchFunctionMode):
         del enable_gqa  # the numbers of heads say it
         at = self._at
         _check_shapes(at, query, key)
-        if dropout_p and not is_keyed():
+        masks = keyed_masks()
+        if dropout_p and masks is None:
             raise _dropout_refused(at.name, dropout_p)
         causal = is_causal or _is_causal(at, attn_mask, query.shape[-2])
         query, key, value = _cast_together(query, key, value)
+        call = _AttentionCall(self._ranks, causal, scale, dropout_p, masks)
         if at.method == "heads":
             if query.shape[1] % self._ranks.number:
                 raise _heads_refused(at.name, query.shape[1], self._ranks.number)
-            return _attend_in_heads(_AttentionCall(self._ranks, causal, scale, dropout_p), query, key, value)
-        return _attend_whole(_AttentionCall(self._ranks, causal, scale, dropout_p), query, key, value)
+            return _attend_in_heads(call, query, key, value)
+        return _attend_whole(call, query, key, value)
 
 
 class _AttentionCall(NamedTuple):
@@ -170,6 +179,24 @@ class _AttentionCall(NamedTuple):
     causal: bool
     scale: float | None
     dropout: float
+    masks: Masks | None
+
+    def compute(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        part: AttentionPart,
+        *,
+        mask: torch.Tensor | None = None,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        """Some heads or queries, `part` of all of them."""
+        options: dict[str, Any] = {"is_causal": causal, "scale": self.scale}
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+        if self.dropout and self.masks is not None:
+            return attention(self.masks, query, key, value, mask, self.dropout, part=part, **options)
+        return F.scaled_dot_product_attention(query, key, value, mask, **options)
 
 
 def _attend_in_heads(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -182,12 +209,9 @@ def _attend_in_heads(call: _AttentionCall, query: torch.Tensor, key: torch.Tenso
     if repeat > 1:  # fewer heads of keys than ranks: each travels to several
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     query, key, value = parts_to_heads(call.ranks, query, key, value)
-    grouped, heads = query.shape[1] != key.shape[1], query.shape[1]
-    if call.dropout:
-        query = note_attention(query, AttentionPart(call.ranks.rank * heads, n * heads))
-    output = F.scaled_dot_product_attention(
-        query, key, value, None, call.dropout, is_causal=call.causal, scale=call.scale, enable_gqa=grouped
-    )
+    heads = query.shape[1]
+    part = AttentionPart(call.ranks.rank * heads, n * heads)
+    output = call.compute(query, key, value, part, causal=call.causal)
     return heads_to_parts(call.ranks, output)
 
 
@@ -196,37 +220,22 @@ def _attend_whole(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, 
 
     Source: Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.3.2.
     """
-    grouped = query.shape[1] != key.shape[1]
-    key, value = gather_sequences(call.ranks, key, value)
+    ranks = call.ranks
+    key, value = gather_sequences(ranks, key, value)
     length = key.shape[-2]
+    mine = chunks(length, ranks.number, ranks.rank, ranks.order)
     if not call.causal:
-        if call.dropout:
-            mine = chunks(length, call.ranks.number, call.ranks.rank, call.ranks.order)
-            query = note_attention(query, AttentionPart(queries=mine))
-        return F.scaled_dot_product_attention(
-            query, key, value, None, call.dropout, scale=call.scale, enable_gqa=grouped
-        )
+        return call.compute(query, key, value, AttentionPart(queries=mine))
     outputs, done = [], 0
-    for run in chunks(length, call.ranks.number, call.ranks.rank, call.ranks.order):
+    for run in mine:
         mask = None
         if run.start:
             at = torch.arange(run.start, run.stop, device=query.device)
             mask = at[:, None] >= torch.arange(run.stop, device=query.device)
+        seen = key[..., : run.stop, :], value[..., : run.stop, :]
+        part = AttentionPart(queries=[run], continues=done > 0)
         some = query[..., done : done + len(run), :]
-        if call.dropout:
-            some = note_attention(some, AttentionPart(queries=[run], continues=done > 0))
-        outputs.append(
-            F.scaled_dot_product_attention(
-                some,
-                key[..., : run.stop, :],
-                value[..., : run.stop, :],
-                attn_mask=mask,
-                dropout_p=call.dropout,
-                is_causal=mask is None,
-                scale=call.scale,
-                enable_gqa=grouped,
-            )
-        )
+        outputs.append(call.compute(some, *seen, part, mask=mask, causal=mask is None))
         done += len(run)
     return torch.cat(outputs, -2)
 
