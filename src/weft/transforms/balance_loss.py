@@ -13,7 +13,7 @@ import torch
 
 from weft.collectives import reduce
 from weft.context import DistContext
-from weft.contract import part_axes
+from weft.contract import part_axes, slice_axes
 from weft.errors import ContractError, listed, type_error, value_error
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.nested import tensors
@@ -38,8 +38,9 @@ def balance_loss(
     Source: Fedus et al., "Switch Transformers", JMLR 2022, equations 4 to 6; `load_balancing_loss_func` of
     transformers; over the batch of all ranks: Qiu et al., "Demons in the Detail", 2025 (arXiv 2501.11873).
 
-    Changes: nothing. Collectives: an all-reduce of counts and one of probabilities, over the data axes and those
-    over which `weft.context_parallel` splits sequences; the second again in backward.
+    Changes: nothing. Collectives: an all-reduce of counts and one of probabilities, over the data axes and those over
+    which `weft.context_parallel` splits sequences; the second again in backward. After
+    `weft.tensor_parallel(sequence=True)` also over its axis, for the routers in its blocks.
 
     Args:
         probs: [..., experts], floating-point: of each token, how probable each expert is, such as
@@ -65,7 +66,7 @@ def balance_loss(
         tensor(1.5000)
     """
     _check_choices(probs, chosen)
-    everyone = _token_ranks("balance_loss", ctx)
+    _check_replicas("balance_loss", ctx)
     wide = probs.float() if probs.dtype.itemsize < 4 else probs
     counts_too = torch.ones_like(chosen[..., 0], dtype=torch.int64)
     if mask is not None:
@@ -75,8 +76,12 @@ def balance_loss(
     experts = probs.shape[-1]
     counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
     counts = counts.scatter_add(0, chosen.flatten().long(), per_choice.flatten())
-    counts, tokens = reduce((counts, counts_too.sum()), everyone)
-    total = reduce(wide.flatten(0, -2).sum(0), everyone, grad=True)
+    counts, tokens = reduce((counts, counts_too.sum()), _token_ranks(ctx))
+    own = wide.flatten(0, -2).sum(0)
+    # Ranks with slices of one activation have one loss together, and each has the gradient of its slice already.
+    sliced = ctx.on(slice_axes(ctx))
+    total = own + (reduce(own.detach(), sliced) - own.detach()) if sliced.world_size > 1 else own
+    total = reduce(total, ctx.on(_loss_axes(ctx)), grad=True)
     tokens = tokens.clamp(min=1).to(total.dtype)
     return experts * ((counts / tokens).to(total.dtype) * (total / tokens)).sum()
 
@@ -95,7 +100,7 @@ def balance_bias_(bias: T, counts: T, ctx: DistContext, *, rate: float = 1e-3) -
     DeepSeek-V3.
 
     Changes: `bias`, in place. Collectives: one all-reduce of the counts, over the data axes and those over which
-    `weft.context_parallel` splits sequences.
+    `weft.context_parallel` and `weft.tensor_parallel(sequence=True)` split sequences.
 
     Args:
         bias: [experts], float32 or float64; or a nested value of them, such as a list with one per layer.
@@ -122,15 +127,25 @@ def balance_bias_(bias: T, counts: T, ctx: DistContext, *, rate: float = 1e-3) -
     """
     biases, own = list(tensors(bias)), list(tensors(counts))
     _check_biases(biases, own)
-    total = reduce(counts, _token_ranks("balance_bias_", ctx))
+    _check_replicas("balance_bias_", ctx)
+    total = reduce(counts, _token_ranks(ctx))
     for each, count in zip(biases, tensors(total), strict=True):
         surplus = count * len(count) - count.sum()  # times the number of experts: exact in integers
         each.sub_(surplus.sign().to(each), alpha=rate)
     return total
 
 
-def _token_ranks(what: str, ctx: DistContext) -> DistContext:
-    """The ranks that have other tokens of one batch: other samples, or other parts of them."""
+def _loss_axes(ctx: DistContext) -> tuple[str, ...]:
+    """The axes whose ranks have losses of their own: of other samples, or of other parts of them."""
+    return (*ctx.data_axes, *part_axes(ctx))
+
+
+def _token_ranks(ctx: DistContext) -> DistContext:
+    """The ranks whose routers have other tokens of one batch."""
+    return ctx.on((*_loss_axes(ctx), *slice_axes(ctx)))
+
+
+def _check_replicas(what: str, ctx: DistContext) -> None:
     if ctx.replicas is not None:
         raise ContractError(
             f"{what}: counts cannot be added up over the replicas of an elastic job",
@@ -138,7 +153,6 @@ def _token_ranks(what: str, ctx: DistContext) -> DistContext:
             expected="ranks that are there from the first step to the last",
             fix="ctx = weft.start()  # without elastic=, and weft launch without --min-replicas",
         )
-    return ctx.on((*ctx.data_axes, *part_axes(ctx)))
 
 
 def _check_choices(probs: torch.Tensor, chosen: torch.Tensor) -> None:
