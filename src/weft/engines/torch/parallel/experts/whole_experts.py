@@ -130,7 +130,7 @@ class SplitRows(ExpertUnits):
     cause = "what it makes of a token depends on other tokens, of which each rank has some"
     fix = (
         "experts chosen for each token alone, such as router(x).topk(k, -1); for a loss of the router, "
-        'load = weft.reduce(load, ctx, "mean")'
+        "weft.balance_loss(probs, chosen, ctx), of what forward returns"
     )
     _rows = 0
 
