@@ -180,7 +180,7 @@ def _check_biases(biases: list[torch.Tensor], counts: list[torch.Tensor]) -> Non
             "balance_bias_: these are not biases and counts",
             found=listed(f"{type(t).__name__} {t.dtype}" for t in wrong),
             expected="plain tensors of float32 or float64, to which a small rate can be added, and counts of integers",
-            fix='self.register_buffer("bias", torch.zeros(experts))  # and chosen.flatten().bincount(minlength=experts)',
+            fix='router.register_buffer("bias", torch.zeros(experts))  # and counts of bincount(minlength=experts)',
         )
     shapes = [[tuple(t.shape) for t in each] for each in (biases, counts)]
     if shapes[0] != shapes[1] or any(len(shape) != 1 for shape in shapes[0]):
