@@ -171,9 +171,10 @@ def _own_loss(model, batch, positions=None):
     for handle in handles:
         handle.remove()
     scores, _, chosen = zip(*routed, strict=True)
-    losses = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), batch["input_ids"].flatten(), reduction="none"
-    ) * batch["attention_mask"].flatten()
+    losses = (
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"].flatten(), reduction="none")
+        * batch["attention_mask"].flatten()
+    )
     return losses.sum(), torch.stack(scores).softmax(-1), torch.stack(chosen)
 
 

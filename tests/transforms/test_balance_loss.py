@@ -1,4 +1,4 @@
-"""balance_loss and balance_bias_: trainings with balanced experts come to the numbers of one process with all tokens."""
+"""balance_loss and balance_bias_: models with balanced experts train as in one process that has all tokens."""
 
 from types import SimpleNamespace
 
@@ -104,7 +104,7 @@ def _alone(steps=1):
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
             for (probs, chosen), count in zip(routed, counts, strict=True):
                 loss = loss + 0.01 * _switch(probs, chosen)
-                count += chosen.flatten().bincount(minlength=EXPERTS)
+                count.add_(chosen.flatten().bincount(minlength=EXPERTS))
             loss = loss * len(rows) / len(window)
             loss.backward()
             losses.append(loss.item())
@@ -142,7 +142,7 @@ def _train(ctx, strategy, steps=1, folder=None, until=0):
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) if len(words) else logits.sum()
             for (probs, chosen), count in zip(routed, counts, strict=True):
                 loss = loss + 0.01 * weft.balance_loss(probs, chosen, ctx)
-                count += chosen.flatten().bincount(minlength=EXPERTS)
+                count.add_(chosen.flatten().bincount(minlength=EXPERTS))
             loss = loss * window.share
             loss.backward()
             losses.append(weft.reduce(loss.detach(), ctx, "mean").item())
