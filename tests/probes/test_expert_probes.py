@@ -431,6 +431,21 @@ def test_a_loss_of_the_router_is_that_of_the_tokens_of_all_ranks():
     check_exact([one for _, one in found], expected)
 
 
+def without_rows(ctx):
+    """A layer that communicates itself, on ranks of which one has no rows."""
+    model = made(lambda: BalancedTogether(ctx))
+    model, inner = weft.expert_parallel(model, ctx)
+    model, inner = weft.replicate(model, inner)
+    model(batches()[0][0][: 5 * ctx.rank]).sum().backward()
+    return model.layer.aux.item()
+
+
+def test_a_rank_without_rows_does_not_wait_for_a_layer_that_communicates():
+    expected = made(lambda: BalancedTogether(weft.local()))
+    expected(batches()[0][0][:5])
+    assert run_ranks(without_rows, 2, mesh={"expert": 2}) == [pytest.approx(expected.layer.aux.item())] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_routing_of_each_token_is_measured_in_lower_precision_too(dtype):
     assert run_ranks(in_dtype, 2, dtype, mesh={"expert": 2}) == [(True, True)] * 2
