@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from weft.sharding.stages import plan_pipeline
     from weft.transforms.accumulate_grads import accumulate_grads
     from weft.transforms.average_weights import average_weights, averages
+    from weft.transforms.balance_loss import balance_bias_, balance_loss
     from weft.transforms.clip_grads import clip_grads
     from weft.transforms.compile import compile
     from weft.transforms.context_parallel import context_parallel
@@ -110,6 +111,7 @@ _ELSEWHERE = MappingProxyType(
         "sharding.layers.tensor_plan": "tensor_plan",
         "sharding.stages": "plan_pipeline",
         "transforms.average_weights": "averages",
+        "transforms.balance_loss": "balance_bias_ balance_loss",
         "transforms.skip_nonfinite": "was_skipped",
         "transforms.with_precision": "loss_scale",
         "weights": "export load_weights quantized",
@@ -138,6 +140,8 @@ __all__ = [
     "assemble",
     "average_weights",
     "averages",
+    "balance_bias_",
+    "balance_loss",
     "barrier",
     "broadcast",
     "check",

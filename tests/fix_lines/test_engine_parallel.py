@@ -153,14 +153,14 @@ def _local_losses(ctx):
     with told("engines/torch/parallel/experts/local_losses.py", "would add the load balancing") as asked:
         model(x, labels=x, output_router_logits=True)
     assert it.fix == asked.fix or not asked.fix
+    it.run(model=model)
     model, inner = weft.replicate(model, inner)
 
     def balancing(x, ctx):
         chances = model.router(x).softmax(-1)
-        tokens_per_expert = nn.functional.one_hot(chances.topk(2, -1).indices, 4).float().mean((0, 1))
-        return 4 * (weft.reduce(tokens_per_expert, ctx, "mean") * chances.mean(0)).sum()
+        return weft.balance_loss(chances, chances.topk(2, -1).indices, ctx)
 
-    loss = model(x, labels=x, output_router_logits=False).square().mean() + balancing(x, inner)
+    loss = model(x, labels=x, output_router_logits=True).square().mean() + balancing(x, inner)
     loss.backward()
     together = model.router.weight.grad.clone()
     everyone = weft.gather(x, ctx)

@@ -619,3 +619,38 @@ def test_local_steps_of_experts():
 
     pretend(mistake, mesh={"expert": 2})
     pretend(follow, ranks=4, mesh={"data": 2, "expert": 2})
+
+
+# -- balanced experts ----------------------------------------------------------------------------------------
+
+
+def test_balance_loss():
+    ctx, logits, k = weft.local(), torch.randn(6, 4), 2
+    with told("transforms/balance_loss.py", "are not probabilities and numbers") as it:
+        weft.balance_loss(logits.softmax(-1), logits.topk(k).values, ctx)
+    it.run(probs=logits.softmax(-1), k=k, ctx=ctx)
+    with told("transforms/balance_loss.py", "are of other tokens") as it:
+        weft.balance_loss(logits.softmax(-1), logits.argmax(-1), ctx)
+    it.run(probs=logits.softmax(-1), k=1, ctx=ctx)
+
+
+def test_balance_bias():
+    ctx, experts, chosen = weft.local(), 4, torch.randn(6, 4).topk(2).indices
+    counts = chosen.flatten().bincount(minlength=experts)
+    with told("transforms/balance_loss.py", "these are not biases and counts") as it:
+        weft.balance_bias_(torch.zeros(experts, dtype=torch.bfloat16), counts, ctx)
+    router = nn.Module()
+    it.run(router=router, torch=torch, experts=experts)
+    weft.balance_bias_(router.bias, counts, ctx)
+    with told("transforms/balance_loss.py", "do not fit") as it:
+        weft.balance_bias_(router.bias, chosen.flatten().bincount(minlength=5), ctx)
+    it.run(bias=router.bias, chosen=chosen, ctx=ctx)
+
+
+def test_balanced_experts_in_an_elastic_job():
+    probs = torch.rand(6, 4)
+    with weft.start(elastic="replica", device="cpu") as ctx:
+        with told("transforms/balance_loss.py", "replicas of an elastic job") as it:
+            weft.balance_loss(probs, probs.topk(1).indices, ctx)
+    with it.run()["ctx"] as ctx:
+        weft.balance_loss(probs, probs.topk(1).indices, ctx)

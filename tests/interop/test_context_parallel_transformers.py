@@ -203,3 +203,21 @@ def _in_graphs(ctx):
 def test_layers_are_compiled_in_one_graph_and_recomputed():
     for differences in run_ranks(_in_graphs, 2, mesh={"context": 2}):
         assert max(differences) < 1e-11
+
+
+def _routed(ctx):
+    """What a model returns of its routers, and what hooks keep of it."""
+    model, kept = _model("mixtral").model, []
+    model.layers[0].mlp.gate.register_forward_hook(lambda part, args, output: kept.append(output[0]))
+    batch = next(iter(DataLoader(_rows(), batch_size=4)))
+    whole = model(input_ids=batch["input_ids"], output_router_logits=True).router_logits
+    model, ctx = weft.context_parallel(_model("mixtral").model, ctx)
+    part = weft.data.split_sequence(batch, ctx)
+    at = part["position_ids"]
+    found = model(input_ids=part["input_ids"], position_ids=at, output_router_logits=True).router_logits
+    expected = [one.view(4, LENGTH, -1)[:, at[0]].flatten(0, 1) for one in whole]
+    return [(one - other).abs().max().item() for one, other in zip(found, expected, strict=True)], len(kept)
+
+
+def test_outputs_that_transformers_collects_by_hooks_are_there_once():
+    assert run_ranks(_routed, 2, mesh={"context": 2}) == [([0.0, 0.0], 1)] * 2

@@ -147,3 +147,140 @@ def _with_router_loss(ctx):
 def test_the_loss_of_load_balancing_over_the_local_batch_is_refused():
     with pytest.raises(weft.testing.RanksFailed, match="MixtralForCausalLM adds the load balancing loss"):
         run_ranks(_with_router_loss, 2, mesh={"expert": 2})
+
+
+# -- the loss of load balancing ------------------------------------------------------------------------------
+
+
+def _ragged():
+    """29 rows of which the last tokens do not count, in batches of 8: the last has five."""
+    rows = _samples(29)
+    return [{"input_ids": ids, "attention_mask": torch.arange(8) < 5 + n % 4} for n, ids in enumerate(rows)]
+
+
+def _own_loss(model, batch, positions=None):
+    """Cross-entropy of the tokens that count, in float64, and what the routers did."""
+    routed = []
+    kinds = ("MixtralTopKRouter", "Qwen3MoeTopKRouter")
+    handles = [
+        part.register_forward_hook(lambda part, args, output: routed.append(output))
+        for part in model.modules()
+        if type(part).__name__ in kinds
+    ]
+    logits = model(input_ids=batch["input_ids"], position_ids=positions, use_cache=False).logits
+    for handle in handles:
+        handle.remove()
+    scores, _, chosen = zip(*routed, strict=True)
+    losses = (
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"].flatten(), reduction="none")
+        * batch["attention_mask"].flatten()
+    )
+    return losses.sum(), torch.stack(scores).softmax(-1), torch.stack(chosen)
+
+
+def _plain_balance(probs, chosen, mask):
+    """`load_balancing_loss_func` of transformers, which computes in float32, in plain torch."""
+    hits = torch.nn.functional.one_hot(chosen, 4).double().sum(-2)[:, mask]
+    return 4 * (hits.mean((0, 1)) * probs[:, mask].mean((0, 1))).sum()
+
+
+def _balanced_alone(build):
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
+    losses = []
+    for batch in torch.utils.data.DataLoader(_ragged(), batch_size=8):
+        mask = batch["attention_mask"].flatten()
+        total, probs, chosen = _own_loss(model, batch)
+        loss = total / mask.sum() + 0.01 * _plain_balance(probs, chosen, mask)
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [p.detach() for p in model.parameters()]
+
+
+def _balanced(ctx, build, strategy):
+    model = build()
+    loader = torch.utils.data.DataLoader(_ragged(), batch_size=8 // ctx.data_size)
+    loader, ctx = weft.shard_data(loader, ctx)
+    axes = [name for name, _ in ctx.axes]
+    if "expert" in axes:
+        model, ctx = weft.expert_parallel(model, ctx)
+    if "context" in axes:
+        model, ctx = weft.context_parallel(model, ctx)
+    model, ctx = _strategy(model, ctx, strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
+    losses = []
+    for whole in loader:
+        batch, positions = whole, None
+        if "context" in axes:
+            ids, mask, positions = weft.data.split_sequence(
+                (whole["input_ids"], whole["attention_mask"], torch.arange(8).expand(len(whole["input_ids"]), -1)), ctx
+            )
+            batch = {"input_ids": ids, "attention_mask": mask}
+        mask = batch["attention_mask"].flatten()
+        total, probs, chosen = _own_loss(model, batch, positions)
+        loss = total / weft.metrics.denominator(mask.sum(), ctx)
+        loss = loss + 0.01 * weft.balance_loss(probs, chosen, ctx, mask=mask)
+        loss.backward()
+        losses.append(weft.reduce(loss.detach(), ctx, "mean").item())
+        weft.clip_grads(model, ctx, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    with weft.full_params(model, ctx):
+        return losses, [p.detach().clone() for p in model.parameters()]
+
+
+BALANCED = [
+    (build, strategy, ranks, mesh)
+    for strategy, ranks, mesh in (
+        ("fully_shard", 2, {"expert": 2}),
+        ("replicate", 1, {"data": 1}),
+        ("replicate", 2, {"data": 2}),
+        ("replicate", 4, {"data": 4}),
+        ("fully_shard", 2, {"data": 2}),
+        ("fully_shard", 4, {"data": 4}),
+        ("replicate", 2, {"expert": 2}),
+        ("replicate", 4, {"data": 2, "expert": 2}),
+        ("fully_shard", 4, {"data": 2, "expert": 2}),
+        ("replicate", 2, {"context": 2}),
+        ("fully_shard", 4, {"data": 2, "context": 2}),
+    )
+    for build in (_mixtral, _qwen)
+]
+
+
+@pytest.mark.parametrize(
+    ("build", "strategy", "ranks", "mesh"),
+    [BALANCED[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in BALANCED[1:])],
+)
+def test_training_with_balanced_routers_is_that_of_one_process(build, strategy, ranks, mesh):
+    losses, parameters = _balanced_alone(build)
+    for found in run_ranks(_balanced, ranks, build, strategy, mesh=mesh):
+        assert found[0] == pytest.approx(losses, rel=0, abs=1e-12)
+        assert largest_difference(parameters, found[1]) < 1e-10
+
+
+def _of_transformers(ctx):
+    """The loss of the model, with that of its routers taken from `balance_loss`, as the error says."""
+    batch = {"input_ids": _samples(6), "attention_mask": torch.arange(8) < torch.tensor([8, 7, 5, 6, 8, 3])[:, None]}
+    batch["labels"] = batch["input_ids"].masked_fill(~batch["attention_mask"], -100)
+    whole = _mixtral(router_aux_loss_coef=0.01)
+    whole(**batch, output_router_logits=True).loss.backward()
+
+    model, inner = weft.expert_parallel(_mixtral(), ctx)
+    model, inner = weft.replicate(model, inner)
+    model.router_aux_loss_coef = 0.0
+    mine = {name: part.chunk(2)[ctx.rank] for name, part in batch.items()}
+    count = weft.metrics.denominator((mine["labels"][:, 1:] != -100).sum(), inner)
+    output = model(**mine, output_router_logits=True, num_items_in_batch=count)
+    probs = torch.stack(output.router_logits).softmax(-1)
+    aux = weft.balance_loss(probs, probs.topk(2).indices, inner, mask=mine["attention_mask"].flatten())
+    (output.loss + 0.01 * aux).backward()
+    found = weft.full_grads(model, inner)
+    return max((found[name] - p.grad).abs().max().item() for name, p in whole.named_parameters())
+
+
+def test_the_loss_of_the_routers_is_that_of_transformers_over_the_whole_batch():
+    assert max(run_ranks(_of_transformers, 2, mesh={"expert": 2})) < 1e-7  # it is computed in float32

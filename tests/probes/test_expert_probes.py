@@ -404,22 +404,46 @@ def test_a_rank_with_a_single_row_compares_it_with_another_one(kind, is_flat):
     assert run_ranks(single_rows, 2, kind, is_flat, mesh={"expert": 2}) == [[True], [True]]
 
 
+class BalancedTogether(Listed):
+    """The loss of `Balanced`, of the tokens of all ranks."""
+
+    def __init__(self, ctx):
+        super().__init__(relu)
+        self.ctx = ctx
+
+    def route(self, x):
+        scores = self.router(x).softmax(-1)
+        top = scores.topk(2, -1)
+        self.aux = weft.balance_loss(scores, top.indices, self.ctx) / 2
+        return top
+
+
 def balanced(ctx):
-    """The loss of a router as the error says: of the load of all ranks."""
+    """The loss of a router as the error says, though in forward."""
     error = attempt(train, ctx, PAIRS["balance"][0])
-    own = ctx
-
-    def fixed():
-        return Balanced(lambda load: weft.reduce(load, own, "mean"))
-
-    return error.text, train(ctx, fixed)
+    return error.text, train(ctx, lambda: BalancedTogether(ctx))
 
 
-def test_a_loss_of_the_router_is_that_of_all_tokens_with_the_load_of_all_ranks():
+def test_a_loss_of_the_router_is_that_of_the_tokens_of_all_ranks():
     expected = fit(made(PAIRS["balance"][0]), batches(), loss_of)
     found = run_ranks(balanced, 2, mesh={"expert": 2})
-    assert all('load = weft.reduce(load, ctx, "mean")' in text for text, _ in found)
+    assert all("weft.balance_loss(probs, chosen, ctx)" in text for text, _ in found)
     check_exact([one for _, one in found], expected)
+
+
+def without_rows(ctx):
+    """A layer that communicates itself, on ranks of which one has no rows."""
+    model = made(lambda: BalancedTogether(ctx))
+    model, inner = weft.expert_parallel(model, ctx)
+    model, inner = weft.replicate(model, inner)
+    model(batches()[0][0][: 5 * ctx.rank]).sum().backward()
+    return model.layer.aux.item()
+
+
+def test_a_rank_without_rows_does_not_wait_for_a_layer_that_communicates():
+    expected = made(lambda: BalancedTogether(weft.local()))
+    expected(batches()[0][0][:5])
+    assert run_ranks(without_rows, 2, mesh={"expert": 2}) == [pytest.approx(expected.layer.aux.item())] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

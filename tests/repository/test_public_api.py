@@ -141,6 +141,8 @@ WITH_PLACE = {name: ["state", "directory", "step"] for name in ("save", "save_as
     "restore": ["state", "directory"],  # what, where, when
     "load_weights": ["module", "path"],
     "vocab_cross_entropy": ["logits", "target"],
+    "balance_loss": ["probs", "chosen"],
+    "balance_bias_": ["bias", "counts"],
     "log": ["values", "step"],
 }
 

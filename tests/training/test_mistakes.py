@@ -9,6 +9,7 @@ import pathlib
 import random
 import re
 import tempfile
+import types
 import warnings
 
 import pytest
@@ -489,6 +490,21 @@ def tokens_that_compete(ctx):
     model(torch.randn(6, 4) + ctx.rank).sum().backward()
 
 
+class _Labelled(_Experts):
+    """As models of transformers, which can add the loss of their routers to their own."""
+
+    config = types.SimpleNamespace(output_router_logits=False, router_aux_loss_coef=0.01)
+
+    def forward(self, x, labels=None, output_router_logits=None):
+        return super().forward(x)
+
+
+def balanced_over_one_rank(ctx):
+    model, ctx = weft.expert_parallel(_Labelled(), ctx)
+    x = torch.randn(6, 4) + ctx.rank
+    model(x, labels=x, output_router_logits=True).sum().backward()
+
+
 def three_experts_on_two_ranks(ctx):
     weft.expert_parallel(_Experts(3), ctx)
 
@@ -581,7 +597,7 @@ MESHES = {
         cut_vocabulary, plan_without_a_part, cut_after_the_strategy, optimizer_before_the_cut, experts_of_one_batch,
     ),
     "context": (sequences,),
-    "expert": (tokens_that_compete, three_experts_on_two_ranks),
+    "expert": (tokens_that_compete, balanced_over_one_rank, three_experts_on_two_ranks),
     "pipeline": (
         rows_that_depend_on_each_other, other_batches_along_the_pipeline,
         mean_over_some_labels, uneven_batch, optimizer_before_the_stages,
@@ -604,6 +620,12 @@ MODEL_AXES = [
     (sequences, ("pooled",), weft.errors.ProbeFailed, "what is returned (2, 4) differs"),
     (sequences, ("summed",), weft.errors.ProbeFailed, "the mean over the ranks of what is returned differs"),
     (tokens_that_compete, (), weft.errors.ProbeFailed, "output 0 of half of the rows"),
+    (
+        balanced_over_one_rank,
+        (),
+        weft.errors.ContractError,
+        "expert_parallel: _Labelled would add the load balancing loss of its routers",
+    ),
     (three_experts_on_two_ranks, (), ValueError, "expert_parallel: the experts of 'experts' cannot be divided"),
     (experts_of_one_batch, (), weft.errors.ContextError, "expert_parallel: batches are the same along 'tensor'"),
     (rows_that_depend_on_each_other, (), weft.errors.ProbeFailed, "pipeline: rows of a batch are mixed"),

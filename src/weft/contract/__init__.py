@@ -27,7 +27,7 @@ who offered it. There is nothing to register.
 Tested by: tests/contract, tests/laws
 """
 
-from weft.contract.layout import gradient_axes, is_here, layouts, owners, part_axes
+from weft.contract.layout import gradient_axes, is_here, layouts, owners, part_axes, slice_axes
 from weft.contract.marks import applied_to, check_known, forget, offered
 from weft.contract.module_checks import (
     agree_on_parameters,
@@ -55,6 +55,7 @@ from weft.contract.protocols import (
     ReducesIn,
     ReducesOver,
     ScattersGradients,
+    SlicesInside,
     Stateful,
     StepsApart,
     StreamsParts,
@@ -80,6 +81,7 @@ __all__ = [
     "ReducesIn",
     "ReducesOver",
     "ScattersGradients",
+    "SlicesInside",
     "Stateful",
     "StepsApart",
     "StreamsParts",
@@ -104,6 +106,7 @@ __all__ = [
     "owners",
     "part_axes",
     "reduce_dtype",
+    "slice_axes",
     "transform",
     "wrapper_of_torch",
 ]

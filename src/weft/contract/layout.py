@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.context import DistContext
 from weft.contract.marks import offered
-from weft.contract.protocols import Layout, Placed, ReducesOver, StepsApart
+from weft.contract.protocols import Layout, Placed, ReducesOver, SlicesInside, StepsApart
 from weft.errors import ContractError
 from weft.tensors.dtensor import is_sharded, resting_parameters
 
@@ -116,9 +116,33 @@ def part_axes(ctx: DistContext) -> tuple[str, ...]:
         >>> part_axes(weft.local())
         ()
     """
-    known = [one for record in ctx.applied for ref in record.refs if (one := ref()) is not None]
-    found = {axis for one in known for offer in offered(one, ReducesOver) for axis in offer.axes}
+    found = {axis for one in _known(ctx) for offer in offered(one, ReducesOver) for axis in offer.axes}
     return tuple(name for name, _ in ctx.axes if name in found and name not in ctx.data_axes)
+
+
+def slice_axes(ctx: DistContext) -> tuple[str, ...]:
+    """The axes whose ranks have other positions of a sequence inside a module only; see `SlicesInside`.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        ctx: The current context.
+
+    Returns:
+        Names of axes, in the order of the mesh.
+
+    Example:
+        >>> import weft
+        >>> slice_axes(weft.local())
+        ()
+    """
+    found = {axis for one in _known(ctx) for offer in offered(one, SlicesInside) for axis in offer.slice_axes}
+    return tuple(name for name, _ in ctx.axes if name in found)
+
+
+def _known(ctx: DistContext) -> list[Any]:
+    """What transforms were applied to, as far as it lives."""
+    return [one for record in ctx.applied for ref in record.refs if (one := ref()) is not None]
 
 
 def axes_of_dims(mesh: Any, ctx: DistContext) -> list[tuple[str, ...]]:

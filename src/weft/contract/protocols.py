@@ -87,6 +87,19 @@ class ReducesOver(Protocol):
 
 
 @runtime_checkable
+class SlicesInside(Protocol):
+    """Offered by transforms under which ranks have different positions of one sequence inside a module only.
+
+    Its inputs and outputs are the same on these ranks, and so is the loss.
+
+    Attributes:
+        slice_axes: Names of the mesh axes.
+    """
+
+    slice_axes: tuple[str, ...]
+
+
+@runtime_checkable
 class StepsApart(Protocol):
     """Offered by transforms under which the ranks along some axes step on gradients of their own.
 

@@ -28,6 +28,12 @@ class _OnlyUndone(NamedTuple):
         self.cut.undo()
 
 
+class _Sliced(NamedTuple):
+    """Offered with `sequence=True`; see `weft.contract.SlicesInside`."""
+
+    slice_axes: tuple[str, ...]
+
+
 @transform(phase=Phase.SPLIT, collective=True)
 def tensor_parallel(
     module: M,
@@ -104,4 +110,5 @@ def tensor_parallel(
     cut = cut_layers(module, ctx, plan=plan, axis=axis, sequence=sequence, rebind=optimizers, weights=weights)
     if cut is None:
         return module, ctx
-    return module, ctx.offering(cut if cut.adds_up else _OnlyUndone(cut), *cut.probes)
+    sliced = [_Sliced((axis,))] if sequence else []
+    return module, ctx.offering(cut if cut.adds_up else _OnlyUndone(cut), *sliced, *cut.probes)

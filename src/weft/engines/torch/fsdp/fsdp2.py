@@ -44,6 +44,7 @@ from weft.engines.torch.hooks.backward_session import BackwardSession, inside_ba
 from weft.engines.torch.hooks.graph_walk import running_backward
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.parameter_reads import explain_read
+from weft.engines.torch.parallel.experts.local_losses import refuse_local_losses
 from weft.engines.torch.parts.dtensor_reads import check_reads
 from weft.engines.torch.reducing.separate_reduction import SeparateReduction
 from weft.engines.torch.reducing.strategy import Strategy
@@ -67,6 +68,7 @@ class ShardedModule(Strategy):
         attach(module, self._removable, **hooks, methods=options.methods, first=True, always=True)
         self._removable.add(check_reads().release)
         refuse_copies(self._what, module, self._removable)
+        refuse_local_losses(self._what, module, self._removable)
         self._refused = Removable()  # of parts, until the module is called
         self._removable.add(self._refused.remove)
         self._held = PendingGradients(self._what, self._class_name, self._units, peers)

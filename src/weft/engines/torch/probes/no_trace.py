@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from weft import torch_internals
+from weft.engines.torch.probes.repeated_hooks import HOOKS
 from weft.tensors.dtensor import groups_of, is_fsdp_unit, kept_prefetches, local
 from weft.tensors.sequence_order import with_note_of
 
@@ -64,14 +65,16 @@ def switched_off(parts: Iterable[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_trace(module: nn.Module) -> Iterator[None]:
-    """Put back random states, and what modules hold as plain attributes, also in lists, dicts and sets.
+    """Put back random states, forward hooks, and what modules hold as plain attributes, also in lists, dicts and sets.
 
     Parameters and buffers are those of the call; see `torch.func.functional_call`. Inside, tensors that are plain
     attributes are copies.
     """
     attributes = [(part, dict(vars(part))) for part in module.modules()]
     gathered = [group for part in module.modules() if is_fsdp_unit(part) for group in groups_of(part)]
-    filled = {id(v): (v, copy.copy(v)) for _, held in attributes for v in held.values() if _can_fill(v)}
+    hooks = [kind.of(part) for part, _ in attributes for kind in HOOKS]
+    fillable = [v for _, held in attributes for v in held.values() if _can_fill(v)] + hooks
+    filled = {id(v): (v, copy.copy(v)) for v in fillable}
     for part, held in attributes:
         vars(part).update({name: value.clone() for name, value in held.items() if isinstance(value, torch.Tensor)})
     try:

@@ -11,7 +11,7 @@ from torch import nn
 
 from weft import torch_internals
 
-_HOOKS = (torch_internals.FORWARD_PRE_HOOKS, torch_internals.FORWARD_HOOKS)
+HOOKS = (torch_internals.FORWARD_PRE_HOOKS, torch_internals.FORWARD_HOOKS)
 
 
 @contextlib.contextmanager
@@ -20,7 +20,7 @@ def hooks_off(module: nn.Module, which: Callable[[nn.Module, Any], bool]) -> Ite
     saved: list[tuple[dict[str, Any], str, Any]] = []
     for part in module.modules():
         own = vars(part)
-        for kind in _HOOKS:
+        for kind in HOOKS:
             hooks = own[kind.name]
             if any(which(part, hook) for hook in hooks.values()):
                 saved.append((own, kind.name, hooks))
@@ -42,7 +42,7 @@ def quiet_hooks(module: nn.Module) -> Iterator[set[int]]:
     quiet: set[int] = set()
     watched = []
     for part in module.modules():
-        for hooks in (kind.of(part) for kind in _HOOKS):
+        for hooks in (kind.of(part) for kind in HOOKS):
             for key, hook in hooks.items():
                 if not _of_package(hook):
                     hooks[key] = _Watched(hook)
@@ -61,7 +61,7 @@ def quiet_hooks(module: nn.Module) -> Iterator[set[int]]:
 
 def hooks_of_user(module: nn.Module) -> list[Any]:
     """The hooks in a module that are neither torch's nor weft's."""
-    parts = [kind.of(part) for part in module.modules() for kind in _HOOKS]
+    parts = [kind.of(part) for part in module.modules() for kind in HOOKS]
     return [hook for hooks in parts for hook in hooks.values() if not _of_package(hook)]
 
 

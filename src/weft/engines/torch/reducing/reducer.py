@@ -39,6 +39,7 @@ from weft.engines.torch.hooks.bypassed_forward import raise_bypassed_forward
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.graph_walk import running_backward
 from weft.engines.torch.hooks.method_hooks import attach
+from weft.engines.torch.parallel.experts.local_losses import refuse_local_losses
 from weft.engines.torch.reducing.flat_buffer import fit_one_message
 from weft.engines.torch.reducing.separate_reduction import SeparateReduction
 from weft.engines.torch.reducing.strategy import Strategy
@@ -74,6 +75,7 @@ class GradientReducer(Strategy):
         self._steps.search(self._trained.parameters)
         calls: Any = {"before": self._before, "after": self._watch, "around": self._around}
         attach(module, self._removable, **calls, methods=options.methods)
+        refuse_local_losses(self._what, module, self._removable)
 
     # -- what others may ask ---------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.errors import ContractError, value_error
 
 _EXPECTED = "no product of two means over the batch of one rank: it is not that over all batches"
-_FIX = "output_router_logits=False, and your own loss from weft.reduce(tokens per expert, ctx, 'mean')"
+_FIX = "model.router_aux_loss_coef = 0.0  # and: loss + coefficient * weft.balance_loss(probs, chosen, ctx)"
 
 
 def check_local_losses(what: str, module: nn.Module) -> None:

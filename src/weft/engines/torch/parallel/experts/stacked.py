@@ -55,7 +55,7 @@ class StackedExperts:
         (own,) = exchanged(route.back(), [results])
         # Row by row and then the sum over K: adding up by index has no fixed order on an accelerator.
         placed = own.new_zeros(index.numel(), own.shape[-1]).index_copy(0, order, own)
-        return placed.view(*index.shape, -1).sum(1).to(hidden.dtype)
+        return placed.view(*index.shape, own.shape[-1]).sum(1).to(hidden.dtype)
 
     @staticmethod
     def _arguments(part: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

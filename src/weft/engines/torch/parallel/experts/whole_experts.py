@@ -130,7 +130,7 @@ class SplitRows(ExpertUnits):
     cause = "what it makes of a token depends on other tokens, of which each rank has some"
     fix = (
         "experts chosen for each token alone, such as router(x).topk(k, -1); for a loss of the router, "
-        'load = weft.reduce(load, ctx, "mean")'
+        "weft.balance_loss(probs, chosen, ctx), of what forward returns"
     )
     _rows = 0
 
@@ -164,12 +164,12 @@ class SplitRows(ExpertUnits):
             return wide.requires_grad_(tensor.requires_grad)
 
         held = {own: leaf(p) for own, p in held.items()}
-        sent, draws = _MessageWatch(), SameDraws()
+        draws = SameDraws()
 
         def run(call: _Call, buffers: Mapping[str, torch.Tensor], *, together: bool = False) -> _Left:
             draws.begin(together=together)
             own = {n: b.clone() for n, b in buffers.items()}
-            with no_trace(unit), hooks_off(unit, lambda _, hook: gathers(hook)), sent, draws:
+            with no_trace(unit), hooks_off(unit, lambda _, hook: gathers(hook)), _NoMessages(), draws:
                 output = functional_call(unit, held | own, *map_tensors(leaf, copied(call)))
                 kept = [value for part in unit.modules() for n, value in vars(part).items() if n not in _OF_TORCH]
                 left = [t for t in tensors(kept) if t.requires_grad and not t.is_leaf]
@@ -178,7 +178,7 @@ class SplitRows(ExpertUnits):
         autocast = torch.autocast(device_type, enabled=False)
         hooks = torch.autograd.graph.saved_tensors_hooks(same, same)
         with self._undivided(name), hooks, autocast, parts_suppressed():
-            yield from _differences(run, parts, {n: leaf(b) for n, b in unit.named_buffers()}, sent)
+            yield from _differences(run, parts, {n: leaf(b) for n, b in unit.named_buffers()})
 
     def _parts(self, given: _Call) -> list[_Call]:
         """The arguments for some rows, for as many others, and for both; of a single row, the other is made of it."""
@@ -202,31 +202,29 @@ class SplitRows(ExpertUnits):
         return [given, other, of_rows(lambda t: torch.cat([t, stranger if t is first else t], dim))]
 
 
-class _MessageWatch(torch_internals.dispatch_mode.base):  # type: ignore[name-defined, misc]
-    """Notes whether anything is sent.
-
-    Attributes:
-        any: Whether it was.
-    """
+class _NoMessages(torch_internals.dispatch_mode.base):  # type: ignore[name-defined, misc]
+    """A layer that communicates is not computed: ranks without rows do not take part."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.any = False
         self._namespaces = ("c10d", torch_internals.functional_all_reduce.found.default.namespace)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operation."""
-        self.any = self.any or func.namespace in self._namespaces
+        """Call an operation.
+
+        Raises:
+            RuntimeError: It sends something.
+        """
+        if func.namespace in self._namespaces:
+            raise RuntimeError("the layer communicates")
         return func(*args, **(kwargs or {}))
 
 
 def _differences(
-    run: Callable[..., _Left], parts: list[_Call], buffers: Mapping[str, torch.Tensor], sent: _MessageWatch
+    run: Callable[..., _Left], parts: list[_Call], buffers: Mapping[str, torch.Tensor]
 ) -> Iterator[Compared]:
-    one, after_one = run(parts[0], buffers)
-    if sent.any:
-        return
-    (other, _), (whole, after) = run(parts[1], buffers), run(parts[2], buffers, together=True)
+    (one, after_one), (other, _) = run(parts[0], buffers), run(parts[1], buffers)
+    whole, after = run(parts[2], buffers, together=True)
     for number, (a, b, expected) in enumerate(zip(one, other, whole, strict=False)):
         found = _together(a, b, expected)
         if found is not None:
