@@ -259,6 +259,13 @@ def _attention_mistakes(ctx):
     assert it.fix.endswith("or dropout=0.0 for nn.MultiheadAttention")
     other, _ = weft.context_parallel(nn.MultiheadAttention(24, 4, dropout=0.0, batch_first=True), ctx)
     other(part, part, part, need_weights=False)
+    names = {"weft": weft, "model": nn.MultiheadAttention(24, 4, dropout=0.1, batch_first=True), "ctx": ctx}
+    names["loader"], names["ctx"] = weft.shard_data(torch.utils.data.DataLoader(x, batch_size=2), ctx)
+    exec(it.fix.partition(";")[0], names)
+    other, inner = weft.context_parallel(names["model"], names["ctx"])
+    for batch in names["loader"]:
+        part = weft.data.split_sequence(batch, inner)
+        other(part, part, part, need_weights=False)
 
     other, _ = weft.context_parallel(Attention(heads=3), ctx)
     with told("engines/torch/parallel/split_attention.py", "cannot be shared by") as it:
@@ -354,8 +361,12 @@ def _plan_mistakes(ctx, probes):
     torch.manual_seed(ctx.rank)
     with told("engines/torch/probes/runner.py", "other values or shapes") as it:
         model(x)
-    eval(it.fix.split("; or ")[1].removesuffix(" for dropout"), {"weft": weft, "ctx": inner, "axis": "tensor"})
-    model(x).sum().backward()
+    names = it.run(loader=torch.utils.data.DataLoader(x), ctx=ctx, weft=weft)
+    names["model"] = nn.Sequential(nn.Dropout(), *_heads())
+    exec(it.fix.split("; for dropout, ")[1], names)
+    model, _ = weft.tensor_parallel(names["model"], names["ctx"], plan=HEADS)
+    for batch in names["loader"]:
+        model(batch).sum().backward()
 
 
 class Sequences(nn.Module):

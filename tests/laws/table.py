@@ -213,6 +213,7 @@ BF16 = row_of(
 FP16_MODULE = row_of(weft.with_precision, "fp16", options={"policy": "fp16"}, then=skip_nonfinite, **IN_16_BITS)
 FP16 = row_of(weft.skip_nonfinite, apply=skip_nonfinite, needs=(FP16_MODULE,), **IN_16_BITS)
 ACCUMULATE = row_of(weft.accumulate_grads, "3", options={"steps": 3}, wrong={"steps": 0})
+DROPOUT = row_of(weft.keyed_dropout, needs=(SHARD,), wrong={"seed": -1})
 NORMS = row_of(weft.sync_batch_norm, wrong={"axis": "nowhere"})
 CUSTOM = Row(name="sum_gradients", apply=sum_all, synchronizes=True, break_input=sum_other_model)
 FULLY = row_of(weft.fully_shard, synchronizes=True, options={"units": torch.nn.Linear}, wrong={"units": "nowhere"})
@@ -273,7 +274,7 @@ AVERAGE = row_of(weft.average_weights, wrong={"decay": 2.0})
 # Those with a name are needed below or by other tests; a new transform needs one more row here.
 TABLE = [
     SHARD, REPLICATE, FLAT, FP32, BF16, FP16, ACCUMULATE, NORMS, CUSTOM, FULLY, HYBRID, EXPERTS, TENSOR, STAGES, ZERO1,
-    ZERO2, ZERO3, LOCAL, RECOMPUTE, COMPILED, CONTEXT, AVERAGE,
+    ZERO2, ZERO3, LOCAL, RECOMPUTE, COMPILED, CONTEXT, AVERAGE, DROPOUT,
     row_of(weft.shard_data, "join,keyed", options={"uneven": "join", "keyed": True}, wrong={"mode": "x"}),
     row_of(weft.replicate, "unused", synchronizes=True, options={"unused": "zero"}, wrong={"unused": "sometimes"}),
     row_of(weft.replicate, "buckets", synchronizes=True, options={"bucket_bytes": 64}),

@@ -160,7 +160,14 @@ def test_a_transform_takes_objects_then_ctx_then_options_by_name(name):
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters[: place + 1])
     options = parameters[place + 1 :]
     assert [p.name for p in options if p.kind is not p.KEYWORD_ONLY] == POSITIONAL_OPTIONS.get(name, [])
-    assert names[:place] in (["module"], ["loader"], ["optimizer"], ["module", "optimizer"], ["modules", "loader"])
+    assert names[:place] in (
+        ["module"],
+        ["loader"],
+        ["optimizer"],
+        ["module", "optimizer"],
+        ["module", "loader"],
+        ["modules", "loader"],
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - set(TRANSFORMS)))

@@ -3,5 +3,5 @@
 philox.py    numbers by counting, and masks of them
 row_keys.py  which samples the rows of a batch are: noted on its tensors
 
-Tested by: tests/transforms/test_keyed_dropout.py, tests/data/test_keyed.py
+Tested by: tests/transforms/test_keyed_dropout.py, tests/test_rng.py
 """

@@ -36,35 +36,46 @@ def philox(counter: Sequence[torch.Tensor], key: int) -> Words:
     return a, b, c, d
 
 
-def keep_mask(ids: torch.Tensor, places: Sequence[torch.Tensor], last: range, key: int, keep: float) -> torch.Tensor:
+def line_keys(ids: torch.Tensor, places: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two words for each line of a tensor along its last dimension, a function of its row and its place alone.
+
+    Args:
+        ids: Of the rows, int64 [rows] >= 0.
+        places: Where the lines lie in each further dimension but the last: int64.
+
+    Returns:
+        Two words, int64 [rows, *lengths of `places`].
+    """
+    low, high = ids & _WORD, ids >> 32
+    for number, place in enumerate(places, 1):
+        low, high = philox([place, low[..., None], high[..., None], torch.full_like(place, number)], 0)[:2]
+    return low, high
+
+
+def keep_mask(lines: tuple[torch.Tensor, torch.Tensor], last: range, key: int, keep: float) -> torch.Tensor:
     """Which elements are kept, each with probability `keep`, as a function of its own place and of nothing else.
 
     What is computed of a part of the places, or of the rows, is that part of the whole mask.
 
     Args:
-        ids: Of the rows, int64 [rows] >= 0.
-        places: Where the elements lie in each further dimension but the last: int64, one per element.
-        last: Where they lie in the last one.
+        lines: Of the tensor; see `line_keys`.
+        last: Where the elements lie in the last dimension.
         key: Separates masks, 0 <= key < 2**64.
         keep: The probability.
 
     Returns:
-        bool [rows, *lengths of `places`, length of `last`].
+        bool [*shape of the lines, length of `last`].
     """
-    low, high = ids & _WORD, ids >> 32
-    zero = torch.zeros((), dtype=torch.int64, device=ids.device)
-    for number, place in enumerate(places, 1):  # a key per line of the last dimension, whatever the other lengths are
-        low, high = philox([place, low[..., None], high[..., None], zero + number], key)[:2]
+    (low, high), device = lines, lines[0].device
     first, end = last.start // 4, -(-last.stop // 4)
-    blocks = torch.arange(first, end, device=ids.device)
-    lines, count = low.numel(), len(blocks)
-    low, high = low.reshape(lines, 1), high.reshape(lines, 1)
-    kept = torch.empty(lines, count, 4, dtype=torch.bool, device=ids.device)
-    step = max((_CACHED if ids.device.type == "cpu" else _AT_ONCE) // max(count, 1), 1)
+    blocks, zero = torch.arange(first, end, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    number, count = low.numel(), len(blocks)
+    kept = torch.empty(number, count, 4, dtype=torch.bool, device=device)
+    step = max((_CACHED if device.type == "cpu" else _AT_ONCE) // max(count, 1), 1)
     limit = round(keep * 2**32)
-    for start in range(0, lines, step):
+    for start in range(0, number, step):
         some = slice(start, start + step)
-        for word, bits in enumerate(philox([blocks, low[some], high[some], zero], key)):
+        counter = [blocks, low.reshape(-1, 1)[some], high.reshape(-1, 1)[some], zero]
+        for word, bits in enumerate(philox(counter, key)):
             torch.lt(bits, limit, out=kept[some, :, word])
-    shape = (len(ids), *map(len, places), len(last))
-    return kept.reshape(lines, count * 4)[:, last.start - 4 * first :][:, : len(last)].reshape(shape)
+    return kept.reshape(*low.shape, count * 4)[..., last.start - 4 * first :][..., : len(last)]

@@ -68,9 +68,9 @@ def context_parallel(
     all-gather). Those in blocks of `recompute` are made again.
 
     Args:
-        module: Attends with `F.scaled_dot_product_attention`, causally or fully, without dropout of attention
-            weights; each place is computed alone otherwise. If it numbers tokens, it takes their positions. Both are
-            measured when it is called.
+        module: Attends with `F.scaled_dot_product_attention`, causally or fully, with dropout of attention weights
+            after `keyed_dropout` alone; each place is computed alone otherwise. If it numbers tokens, it takes their
+            positions. Both are measured when it is called.
         ctx: The current context.
         axis: The mesh axis whose ranks hold the parts.
         method: "heads": each rank computes whole sequences of some heads, which have to divide by the ranks; keys
@@ -86,7 +86,7 @@ def context_parallel(
         AlreadyApplied: It was applied before.
         OrderError: After a strategy or `compile`; or a block of `recompute` is an attention module itself.
         ContractError: Attention that cannot be caught. In a call: inputs or positions that are not this rank's part,
-            a mask that is neither causal nor full, attention that drops weights, heads that do not divide; or
+            a mask that is neither causal nor full, dropout of weights that is not keyed, heads that do not divide; or
             `ProbeFailed`: something else depends on several places, as positions that the model numbers itself. In
             the first step of an optimizer: no strategy averages gradients over `axis`.
         ContextError: There is no such axis, it is a data axis, or the ranks pass different models or options.

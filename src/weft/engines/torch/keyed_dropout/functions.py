@@ -129,8 +129,13 @@ def _dropout(
     return _scaled(masks, input, tuple(input.shape), p, train=training, inplace=inplace)
 
 
-def _dropout_of_torch(masks: Masks, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    return _scaled(masks, input, tuple(input.shape), p, train=train, inplace=False)
+def _of_torch(function: Callable[..., torch.Tensor], *, inplace: bool = False) -> Callable[..., torch.Tensor]:
+    """A function of `torch` itself, from that of `torch.nn.functional`."""
+
+    def replacement(masks: Masks, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        return function(masks, input, p, train, inplace)
+
+    return replacement
 
 
 def _feature_dropout(
@@ -252,7 +257,14 @@ _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _REPLACEMENTS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         F.dropout: _dropout,
-        torch.dropout: _dropout_of_torch,
+        torch.dropout: _of_torch(_dropout),
+        torch.dropout_: _of_torch(_dropout, inplace=True),
+        torch.feature_dropout: _of_torch(_feature_dropout),
+        torch.feature_dropout_: _of_torch(_feature_dropout, inplace=True),
+        torch.alpha_dropout: _of_torch(_alpha_dropout),
+        torch.alpha_dropout_: _of_torch(_alpha_dropout, inplace=True),
+        torch.feature_alpha_dropout: _of_torch(_feature_alpha_dropout),
+        torch.feature_alpha_dropout_: _of_torch(_feature_alpha_dropout, inplace=True),
         F.dropout1d: _feature_dropout,
         F.dropout2d: _feature_dropout,
         F.dropout3d: _feature_dropout,

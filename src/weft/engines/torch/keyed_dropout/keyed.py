@@ -27,7 +27,7 @@ from weft.engines.torch.keyed_dropout.divided_layers import DividedLayers
 from weft.engines.torch.keyed_dropout.functions import AttentionPart, DropoutMode
 from weft.engines.torch.probes.no_trace import is_measured
 from weft.errors import ContractError, warn
-from weft.keyed_random.philox import keep_mask
+from weft.keyed_random.philox import keep_mask, line_keys
 from weft.keyed_random.row_keys import RowKeys, noted_rows
 from weft.tensors.nested import tensors
 from weft.tensors.sequence_order import chunks, part_of
@@ -86,6 +86,8 @@ class KeyedDropout:
         self._key = key
         self._mode = DropoutMode(self._mask)
         self._layers = DividedLayers()
+        self._known: dict[tuple[str, int], int] = {}  # the dimension of the rows, by module and number of dimensions
+        self._lines: tuple[RowKeys | None, dict[Any, tuple[torch.Tensor, torch.Tensor]]] = None, {}
         self._running: list[str] = []  # names of the modules that compute, outermost first
         self._hooks: list[Any] = []  # for saved tensors, as they were when each of them began
         self._forwards: OrderedDict[int, _Forward] = OrderedDict()
@@ -163,11 +165,21 @@ class KeyedDropout:
         places = self._heads(sizes, attention) if attention else self._elements(sizes, forward)
         last = range(places[-1][0].start, places[-1][-1].stop)
         key = self._key(forward.rows.epoch, draw.module, draw.number)
-        outer = [_tensor(runs, x.device) for runs in places[:-1]]
-        kept = keep_mask(forward.rows.on(x.device), outer, last, key, 1.0 - p)
+        kept = keep_mask(self._lines_of(forward.rows, places[:-1], x.device), last, key, 1.0 - p)
         if len(places[-1]) > 1:
             kept = kept.index_select(-1, _tensor(places[-1], x.device) - last.start)
         return kept.movedim(0, dim).reshape(shape)
+
+    def _lines_of(
+        self, rows: RowKeys, places: Sequence[Runs], device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `line_keys`; kept as long as the same rows are computed."""
+        if self._lines[0] is not rows:
+            self._lines = rows, {}
+        what = device, tuple(map(tuple, places))
+        if what not in self._lines[1]:
+            self._lines[1][what] = line_keys(rows.on(device), [_tensor(runs, device) for runs in places])
+        return self._lines[1][what]
 
     def _elements(self, sizes: Sequence[int], forward: _Forward) -> list[Runs]:
         """Where the elements lie in each dimension but that of the rows, of which the first one may be a sequence."""
@@ -239,11 +251,16 @@ class KeyedDropout:
         assert forward.rows is not None
         rows, (first, second) = len(forward.rows.ids), (*shape, 0, 0)[:2]
         is_second = second == rows and not is_attention and (first in forward.lengths or self._rows_second)
+        site = self._running[-1], len(shape)
+        if is_second and first == rows > 1 and self._rows_second:  # which of both, calls of other sizes have shown
+            if site not in self._known:
+                raise self._unclear(shape, "other numbers of places and of rows, in a model that has places first")
+            return self._known[site], 1
         is_folded = rows > 0 and first % rows == 0 and first // rows in forward.lengths
         if is_second and (self._rows_second or first != rows) and (rows == 1 or not is_folded):
-            return 1, 1
+            return self._known.setdefault(site, 1), 1
         if first == rows:
-            return 0, 1
+            return self._known.setdefault(site, 0), 1
         if is_folded:
             return 0, first // rows
         raise self._unclear(

@@ -257,7 +257,7 @@ def _dropout_refused(name: str, probability: float) -> ContractError:
         found=f"dropout {probability} inside of attention",
         expected="no dropout there, or masks that do not depend on who computes them",
         fix="model, loader, ctx = weft.keyed_dropout(model, loader, ctx)  # before context_parallel; "
-        "or attention_dropout=0.0 in the config, dropout=0.0 for nn.MultiheadAttention",
+        "or attention_dropout=0.0 in the config, or dropout=0.0 for nn.MultiheadAttention",
     )
 
 

@@ -287,7 +287,7 @@ class Prober:
                 f"on this rank: {here}",
                 expected="equal inputs on all ranks that compute it together",
                 fix="loader, ctx = weft.shard_data(loader, ctx)  # the same batches; "
-                "or weft.rng.sync_rng(ctx.on(axis)) for dropout",
+                "for dropout, model, loader, ctx = weft.keyed_dropout(model, loader, ctx)",
             )
 
     def _error(self, name: str, *, found: str, expected: str, fix: str = "") -> ProbeFailed:

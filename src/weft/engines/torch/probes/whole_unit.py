@@ -317,7 +317,10 @@ class TensorUnits(WholeUnits):
     """The probe of `tensor_parallel`; its units are those of `units_around`."""
 
     cause = "features of different ranks are mixed between a column layer and a row layer"
-    fix = "leave the layers around it out of the plan: they stay whole on every rank"
+    fix = (
+        "leave the layers around it out of the plan: they stay whole on every rank\n"
+        "            model, loader, ctx = weft.keyed_dropout(model, loader, ctx)  # first, for dropout"
+    )
 
     def __init__(
         self,
