@@ -161,6 +161,30 @@ class Units:
             torch_internals.PARAM_WHOLE.get(one) is parameter for one in self.parameters()
         )
 
+    def call_gathered(
+        self,
+        call: Callable[..., torch.Tensor],
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """`call(hidden, weight, bias)` with gathered parameters, around which their unit does as around its forward.
+
+        Returns:
+            What it returns; None if `weight` is no shard, or one of the outermost unit, which forward gathers.
+        """
+        for unit in self:
+            shards = {id(one.sharded_param): one for group in groups_of(unit) for one in group.fsdp_params}
+            if id(weight) in shards and not torch_internals.STATE_IS_ROOT.of(state_of(unit)):
+
+                def with_whole(x: torch.Tensor) -> torch.Tensor:
+                    both = (torch_internals.PARAM_WHOLE.get(shards[id(p)]) if id(p) in shards else p for p in (weight, bias))
+                    return call(x, *both)
+
+                found: torch.Tensor = called_as_forward(unit, with_whole, (hidden,), {})
+                return found
+        return None
+
     @contextlib.contextmanager
     def kept_full(self, module: Any) -> Iterator[None]:
         """Keep the units full, which are full now, through calls of the module by this rank alone."""
