@@ -92,7 +92,7 @@ def batch(number):
 
 
 def prepare(module, ctx, how):
-    axes = ctx.axes
+    axes = dict(ctx.axes)
     if "tensor" in axes:
         module, ctx = weft.tensor_parallel(module, ctx, plan=PLAN, sequence="sequence" in how)
     if "context" in axes:
@@ -112,11 +112,11 @@ def train(ctx, how, **options):
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     for number in range(4):
         tokens, at, labels = batch(number)
-        for axis in [one for one in ctx.axes if one in ("replica", "shard", "data")]:
+        for axis in [one for one in ("replica", "shard", "data") if one in dict(ctx.axes)]:
             tokens, at, labels = (
                 each.chunk(ctx.axis_size(axis))[ctx.coordinates[axis]] for each in (tokens, at, labels)
             )
-        if "context" in ctx.axes:
+        if "context" in dict(ctx.axes):
             tokens, at, labels = weft.data.split_sequence((tokens, at, labels), ctx)
         count = weft.metrics.denominator((labels != -100).sum(), ctx)
         module(tokens, at, labels, count).backward()
