@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -176,12 +177,8 @@ class Units:
         for unit in self:
             shards = {id(one.sharded_param): one for group in groups_of(unit) for one in group.fsdp_params}
             if id(weight) in shards and not torch_internals.STATE_IS_ROOT.of(state_of(unit)):
-
-                def with_whole(x: torch.Tensor) -> torch.Tensor:
-                    both = (torch_internals.PARAM_WHOLE.get(shards[id(p)]) if id(p) in shards else p for p in (weight, bias))
-                    return call(x, *both)
-
-                found: torch.Tensor = called_as_forward(unit, with_whole, (hidden,), {})
+                inside = partial(_call_with_whole, call, (weight, bias), shards)
+                found: torch.Tensor = called_as_forward(unit, inside, (hidden,), {})
                 return found
         return None
 
@@ -254,6 +251,13 @@ def called_as_forward(module: Any, call: Callable[..., Any], args: Any, kwargs: 
     state = state_of(module)
     args, kwargs = torch_internals.STATE_BEFORE.of(state)(module, args, kwargs)
     return torch_internals.STATE_AFTER.of(state)(module, args, _without_views(call(*args, **kwargs)))
+
+
+def _call_with_whole(
+    call: Callable[..., torch.Tensor], parameters: Iterable[Any], shards: Mapping[int, Any], hidden: torch.Tensor
+) -> torch.Tensor:
+    """Call a function with gathered parameters in place of those that are shards."""
+    return call(hidden, *(torch_internals.PARAM_WHOLE.get(shards[id(p)]) if id(p) in shards else p for p in parameters))
 
 
 def _return_no_views(module: nn.Module, args: Any, output: Any) -> Any:

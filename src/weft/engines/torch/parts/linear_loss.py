@@ -161,32 +161,34 @@ class _DividedLosses(torch.autograd.Function):
             rows: Of a chunk.
             group: The ranks that have the classes.
         """
+        is_here = (places >= 0) & (places < len(weight))
+        places = torch.where(is_here, places, 0)
         own = []
         for x, at in zip(hidden.split(rows), places.split(rows), strict=True):
             logits = _logits(x, weight, bias)
-            here, at = _here(at, len(weight))
-            chosen = logits.gather(1, at[:, None])[:, 0] if len(weight) else logits.new_zeros(len(x))
-            own.append(torch.stack([logits.logsumexp(1), torch.where(here, chosen, 0)]))
-        totals, chosen = torch.stack(gathered(torch.cat(own, 1), group), 1)
-        total = totals.logsumexp(0)
+            own.append(torch.stack([logits.logsumexp(1), logits.gather(1, at[:, None])[:, 0]]))
+        sums, chosen = torch.cat(own, 1)
+        sums, chosen = torch.stack(gathered(torch.stack([sums, torch.where(is_here, chosen, 0)]), group), 1)
+        total = sums.logsumexp(0)
         ctx.rows = rows
-        ctx.save_for_backward(hidden, weight, bias, places, total)
+        ctx.save_for_backward(hidden, weight, bias, places, is_here, total)
         return total - chosen.sum(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, bias, places, total = ctx.saved_tensors
+        hidden, weight, bias, places, is_here, total = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
         of_weight = torch.zeros_like(weight, dtype=total.dtype) if needs_weight else None
         of_bias = torch.zeros_like(bias, dtype=total.dtype) if needs_bias else None
-        each = [tensor.split(ctx.rows) for tensor in (hidden, places, total, gradient)]
-        for number, (x, at, sums, arriving) in enumerate(zip(*each, strict=True)):
+        of_chosen = torch.where(is_here, -gradient, 0)
+        per_row = (hidden, places, total, gradient, of_chosen)
+        for number, (x, at, sums, arriving, chosen) in enumerate(
+            zip(*(t.split(ctx.rows) for t in per_row), strict=True)
+        ):
             of_logits = _logits(x, weight, bias).sub_(sums[:, None]).exp_().mul_(arriving[:, None])
-            here, at = _here(at, len(weight))
-            if len(weight):
-                of_logits.scatter_add_(1, at[:, None], torch.where(here, -arriving, 0)[:, None])
+            of_logits.scatter_add_(1, at[:, None], chosen[:, None])
             low = of_logits.to(x.dtype)
             if of_hidden is not None:
                 of_hidden.split(ctx.rows)[number].copy_(low @ weight.to(x.dtype))
@@ -203,9 +205,3 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     with torch.autocast(x.device.type, enabled=False):
         logits = torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     return logits.float() if logits.dtype.itemsize < 4 else logits
-
-
-def _here(places: torch.Tensor, own: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which classes this rank has, and their places; 0 for others."""
-    here = (places >= 0) & (places < own)
-    return here, torch.where(here, places, 0)
