@@ -104,9 +104,8 @@ def _losses(
     from torch.distributed.tensor import Partial, Replicate  # noqa: PLC0415  (half a second)
 
     mesh = weight.device_mesh
-    if not is_sharded(hidden):
-        hidden = as_dtensor(hidden, mesh, [Replicate()])
-    whole: Any = hidden.redistribute(placements=[Replicate()])
+    as_one: Any = hidden if is_sharded(hidden) else as_dtensor(hidden, mesh, [Replicate()])
+    whole = as_one.redistribute(placements=[Replicate()])
     first = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
     losses: torch.Tensor = _DividedLosses.apply(  # type: ignore[no-untyped-call]
         whole.to_local(grad_placements=[Partial()]),
@@ -172,7 +171,8 @@ class _DividedLosses(torch.autograd.Function):
         total = sums.logsumexp(0)
         ctx.rows = rows
         ctx.save_for_backward(hidden, weight, bias, places, is_here, total)
-        return total - chosen.sum(0)
+        losses: torch.Tensor = total - chosen.sum(0)
+        return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
