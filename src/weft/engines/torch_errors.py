@@ -62,14 +62,16 @@ def mixed_kinds_error(error: BaseException, *, in_forward: bool = False) -> Cont
         found=str(error).splitlines()[0],
         expected="a function that knows which tensors are sharded over which ranks, or a term of a loss over "
         "parameters of one kind",
-        fix=OF_LINEAR_LOSS
-        if is_of_linear_loss(error)
-        else _OF_LOGITS
-        if "nll_loss" in str(error)
-        else _IN_FORWARD
-        if in_forward
-        else _ELSEWHERE,
+        fix=_line_for(error, in_forward=in_forward),
     )
+
+
+def _line_for(error: BaseException, *, in_forward: bool) -> str:
+    if is_of_linear_loss(error):
+        return OF_LINEAR_LOSS
+    if "nll_loss" in str(error):
+        return _OF_LOGITS
+    return _IN_FORWARD if in_forward else _ELSEWHERE
 
 
 def is_of_linear_loss(error: BaseException) -> bool:
