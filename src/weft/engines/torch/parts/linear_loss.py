@@ -52,6 +52,7 @@ def for_sharded_heads(original: Callable[..., Any], reads: Callable[[], Iterable
     """
     is_reduced = original is torch_internals.linear_losses[0].found
 
+    @torch_internals.untraced  # torch runs its own operation outside of compiled code as well
     def run(
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -80,7 +81,6 @@ def for_sharded_heads(original: Callable[..., Any], reads: Callable[[], Iterable
     return run
 
 
-@torch_internals.untraced
 def _gathered(
     reads: Iterable[HeadReads], call: Call, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
@@ -96,7 +96,6 @@ def _is_by_rows(weight: Any) -> bool:
     return len(weight.placements) == 1 and bool(weight.placements[0].is_shard(0))
 
 
-@torch_internals.untraced
 def _losses(
     hidden: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, ignore_index: int, rows: int
 ) -> torch.Tensor:
