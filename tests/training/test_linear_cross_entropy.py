@@ -110,6 +110,8 @@ def prepare(module, ctx, how):
 def train(ctx, how, **options):
     torch.manual_seed(0)
     module, ctx = prepare(Language(**options).double(), ctx, how)
+    if "compile" in how:
+        module, ctx = weft.compile(module, ctx)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     for number in range(4):
         tokens, at, labels = batch(number)
@@ -160,6 +162,12 @@ def check(ranks, mesh, how, **options):
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 def test_training_is_that_of_one_process_with_all_logits(ranks, mesh, how, tied):
     check(ranks, mesh, how, tied=tied)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "mesh"), [("root compile", None), ("unit compile", None), ("compile", {"tensor": 2})])
+def test_compiled_training_is_that_of_one_process(how, mesh):
+    check(2, mesh, how, tied="unit" in how)
 
 
 # -- one call ----------------------------------------------------------------------------------------
