@@ -418,6 +418,35 @@ def _mixed_in_forward(ctx):
             assert torch.allclose(getattr(p.grad, "full_tensor", lambda p=p: p.grad)(), q.grad, atol=1e-6)
 
 
+class LossOfHead(nn.Module):
+    """Without options, torch makes the logits of the whole batch."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.words, self.head, self.options = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False), options
+
+    def forward(self, tokens):
+        hidden = self.words(tokens)
+        return nn.functional.linear_cross_entropy(hidden, self.head.weight, tokens, **self.options)
+
+
+def _all_logits(ctx):
+    tokens = torch.arange(8)
+    if "tensor" in dict(ctx.axes):
+        model, _ = weft.tensor_parallel(LossOfHead(), ctx, plan={"head": "vocab"})
+        with told("engines/torch_errors.py", "computes with tensors of one kind") as it:
+            model(tokens)
+    else:
+        model, _ = weft.fully_shard(LossOfHead(), ctx, units=["words", "head"])
+        with told("engines/torch/hooks/parameter_reads.py", "reads parameters of a unit") as it:
+            with pytest.raises(RuntimeError, match="DTensor"):
+                model(tokens)
+    whole = model.head.weight.full_tensor()
+    hidden = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    found = it.run(F=nn.functional, torch=torch, hidden=hidden, head=model.head, labels=tokens)["loss"]
+    assert torch.allclose(found, nn.functional.cross_entropy(hidden @ whole.T, tokens), atol=1e-6)
+
+
 def _penalty(ctx):
     x, alone = torch.linspace(-1, 1, 12).view(3, 4), _heads()
     model, _ = weft.tensor_parallel(_heads(), ctx, plan=HEADS)
@@ -590,6 +619,9 @@ def test_layers_that_are_cut(tmp_path):
     run_ranks(_tensor_mistakes, 2, mesh={"tensor": 2})
     run_ranks(_penalty, 2, mesh={"tensor": 2})
     run_ranks(_mixed_in_forward, 2, mesh={"tensor": 2})
+    if hasattr(nn.functional, "linear_cross_entropy"):  # torch 2.13
+        run_ranks(_all_logits, 2, mesh={"tensor": 2})
+        run_ranks(_all_logits, 2)
 
 
 # -- what strategies have in common ------------------------------------------------------------------

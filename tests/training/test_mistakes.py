@@ -427,6 +427,19 @@ def cut_vocabulary(ctx):
     cross_entropy(_cut(ctx, words, {"1": "vocab"})(tokens), tokens).backward()
 
 
+class _LossOfHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+
+    def forward(self, tokens):
+        return nn.functional.linear_cross_entropy(self.words(tokens), self.head.weight, tokens)
+
+
+def all_logits_of_a_cut_head(ctx):
+    _cut(ctx, _LossOfHead(), {"head": "vocab"})(torch.arange(6))
+
+
 def plan_without_a_part(ctx):
     _cut(ctx, plan={"feedforward.up": "column"})
 
@@ -594,7 +607,8 @@ def block_that_counts(ctx):
 MESHES = {
     "tensor": (
         samples_of_parts, mixed_features, other_batches_along_tensor, half_a_pair, loss_of_an_activation,
-        cut_vocabulary, plan_without_a_part, cut_after_the_strategy, optimizer_before_the_cut, experts_of_one_batch,
+        cut_vocabulary, all_logits_of_a_cut_head, plan_without_a_part,
+        cut_after_the_strategy, optimizer_before_the_cut, experts_of_one_batch,
     ),
     "context": (sequences,),
     "expert": (tokens_that_compete, balanced_over_one_rank, three_experts_on_two_ranks),
@@ -611,6 +625,10 @@ MODEL_AXES = [
     (half_a_pair, (), weft.errors.ProbeFailed, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
     (loss_of_an_activation, (), weft.errors.ProbeFailed, "a loss of (2, 4), of which each rank has a part"),
     (cut_vocabulary, (), weft.errors.ContractError, "torch computes with tensors of one kind"),
+    pytest.param(
+        *(all_logits_of_a_cut_head, (), weft.errors.ContractError, "torch computes with tensors of one kind"),
+        marks=pytest.mark.skipif(not hasattr(nn.functional, "linear_cross_entropy"), reason="torch 2.13 has it"),
+    ),
     (plan_without_a_part, (), ValueError, "tensor_parallel: the pattern 'feedforward.up' matches no part of"),
     (cut_after_the_strategy, (), weft.errors.OrderError, "tensor_parallel: comes too late, after replicate"),
     (optimizer_before_the_cut, (), weft.errors.OrderError, "tensor_parallel: 1 optimizer(s) hold parameters of"),

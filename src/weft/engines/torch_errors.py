@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 
+import torch
 import torch.distributed as dist
 
 from weft.errors import ContractError
@@ -20,6 +21,10 @@ _COMMUNICATION_SIGNS = (
     "gloo",
 )
 _OF_LOGITS = 'weft.collectives.vocab_cross_entropy(logits, labels, ctx)  # of a head of style "vocab"'
+OF_LINEAR_LOSS = (
+    "loss = F.linear_cross_entropy(hidden, head.weight, labels, options=torch.nn.LinearCrossEntropyOptions())  "
+    "# without label_smoothing"
+)
 _IN_FORWARD = (
     "call the layers that have the parameters, such as self.head(x) with self.head.weight = self.embedding.weight, in "
     "place of F.linear(x, self.embedding.weight); or leave these layers out of the plan; .full_tensor() for each "
@@ -57,5 +62,20 @@ def mixed_kinds_error(error: BaseException, *, in_forward: bool = False) -> Cont
         found=str(error).splitlines()[0],
         expected="a function that knows which tensors are sharded over which ranks, or a term of a loss over "
         "parameters of one kind",
-        fix=_OF_LOGITS if "nll_loss" in str(error) else _IN_FORWARD if in_forward else _ELSEWHERE,
+        fix=_line_for(error, in_forward=in_forward),
     )
+
+
+def _line_for(error: BaseException, *, in_forward: bool) -> str:
+    if is_of_linear_loss(error):
+        return OF_LINEAR_LOSS
+    if "nll_loss" in str(error):
+        return _OF_LOGITS
+    return _IN_FORWARD if in_forward else _ELSEWHERE
+
+
+def is_of_linear_loss(error: BaseException) -> bool:
+    """Whether `F.linear_cross_entropy` raised it where it makes all logits at once: without options, say."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [code.co_name for code in codes if code.co_filename == torch.nn.functional.__file__]
+    return names[-1:] == ["linear_cross_entropy"]

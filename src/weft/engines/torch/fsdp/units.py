@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -161,6 +162,26 @@ class Units:
             torch_internals.PARAM_WHOLE.get(one) is parameter for one in self.parameters()
         )
 
+    def call_gathered(
+        self,
+        call: Callable[..., torch.Tensor],
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """`call(hidden, weight, bias)` with gathered parameters, around which their unit does as around its forward.
+
+        Returns:
+            What it returns; None if `weight` is no shard, or one of the outermost unit, which forward gathers.
+        """
+        for unit in self:
+            shards = {id(one.sharded_param): one for group in groups_of(unit) for one in group.fsdp_params}
+            if id(weight) in shards and not torch_internals.STATE_IS_ROOT.of(state_of(unit)):
+                inside = partial(_call_with_whole, call, (weight, bias), shards)
+                found: torch.Tensor = called_as_forward(unit, inside, (hidden,), {})
+                return found
+        return None
+
     @contextlib.contextmanager
     def kept_full(self, module: Any) -> Iterator[None]:
         """Keep the units full, which are full now, through calls of the module by this rank alone."""
@@ -230,6 +251,13 @@ def called_as_forward(module: Any, call: Callable[..., Any], args: Any, kwargs: 
     state = state_of(module)
     args, kwargs = torch_internals.STATE_BEFORE.of(state)(module, args, kwargs)
     return torch_internals.STATE_AFTER.of(state)(module, args, _without_views(call(*args, **kwargs)))
+
+
+def _call_with_whole(
+    call: Callable[..., torch.Tensor], parameters: Iterable[Any], shards: Mapping[int, Any], hidden: torch.Tensor
+) -> torch.Tensor:
+    """Call a function with gathered parameters in place of those that are shards."""
+    return call(hidden, *(torch_internals.PARAM_WHOLE.get(shards[id(p)]) if id(p) in shards else p for p in parameters))
 
 
 def _return_no_views(module: nn.Module, args: Any, output: Any) -> Any:

@@ -8,6 +8,7 @@ from types import TracebackType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from weft.engines.torch_errors import OF_LINEAR_LOSS, is_of_linear_loss
 from weft.errors import listed, message
 
 
@@ -36,7 +37,9 @@ def explain_read(what: str, module: nn.Module, error: BaseException | None) -> N
                 f"{what}: {kind} reads parameters of a unit instead of calling it",
                 found=f"units inside of {kind}: {listed(units)}",
                 expected="units that are called: their parameters are gathered around their forward only",
-                fix=f"weft.{what}(..., units=...) without the one that is read; its parameters go with {kind} then",
+                fix=OF_LINEAR_LOSS
+                if is_of_linear_loss(error)
+                else f"weft.{what}(..., units=...) without the one that is read; its parameters go with {kind} then",
             )
         )
 

@@ -23,6 +23,7 @@ import torch
 
 from weft import torch_internals
 from weft.engines.torch.parts.dtensor_operations import Copies, check_written, copied, no_memory, watched
+from weft.engines.torch.parts.linear_loss import HeadReads, for_sharded_heads
 from weft.errors import ContractError
 from weft.tensors.blocks import cut_as
 from weft.tensors.dtensor import is_sharded
@@ -34,12 +35,12 @@ _OF_MEMORY = ("tolist", "numpy", "__format__", "__dlpack__", "storage", "share_m
 class _ReadChecksUse:
     """Checks for one strategy, until it is collected or releases them."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: HeadReads) -> None:
         from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second)
 
         dispatcher: Any = torch_internals.DISPATCHER.of(DTensor)
         checks = vars(dispatcher).get("weft_checks") or _Checks(dispatcher)
-        checks.enter(id(self))
+        checks.enter(id(self), heads)
         self._leave = weakref.finalize(self, checks.leave, id(self))
         self._leave.atexit = False
 
@@ -53,39 +54,50 @@ class _Checks:
     def __init__(self, dispatcher: Any) -> None:
         self.copies: Copies = weakref.WeakValueDictionary()
         self._dispatcher = dispatcher
-        self._users: set[int] = set()
+        self._users: dict[int, HeadReads] = {}
         self._undo: list[Callable[[], None]] = []
 
-    def enter(self, user: int) -> None:
-        self._users.add(user)  # first: the last other one may be collected here
+    def enter(self, user: int, heads: HeadReads) -> None:
+        self._users[user] = heads  # first: the last other one may be collected here
         if not self._undo:
             self._dispatcher.weft_checks = self
-            self._undo = _replaced(self._dispatcher, self.copies)
+            self._undo = _replaced(self._dispatcher, self)
+
+    def heads(self) -> list[HeadReads]:
+        return list(self._users.values())
 
     def leave(self, user: int) -> None:
-        self._users.discard(user)
+        self._users.pop(user, None)
         if not self._users:
             vars(self._dispatcher).pop("weft_checks", None)
             while self._undo:
                 self._undo.pop()()
 
 
-def check_reads() -> _ReadChecksUse:
-    """Check them as long as what is returned lives and is not released; see [Note: whose DTensors]."""
-    return _ReadChecksUse()
+def check_reads(heads: HeadReads | None = None) -> _ReadChecksUse:
+    """Check them as long as what is returned lives and is not released; see [Note: whose DTensors].
+
+    Args:
+        heads: What the strategy knows of weights that a loss reads.
+    """
+    return _ReadChecksUse(heads or HeadReads())
 
 
-def _replaced(dispatcher: Any, copies: Copies) -> list[Callable[[], None]]:
+def _replaced(dispatcher: Any, checks: _Checks) -> list[Callable[[], None]]:
     """Replace functions of torch by those that check; what puts each back."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second)
 
     handlers = torch_internals.OWN_OPERATIONS.of(dispatcher)
+    losses = [one for one in torch_internals.linear_losses if one.exists]
+    owners = [dispatcher, DTensor, *(one.home[0] for one in losses[:1])]
     tables: list[tuple[Callable[[], Any], Callable[..., None], Callable[..., None]]] = [
         (lambda: handlers, handlers.__setitem__, handlers.__delitem__),
-        *((partial(vars, owner), partial(setattr, owner), partial(delattr, owner)) for owner in (dispatcher, DTensor)),
+        *((partial(vars, owner), partial(setattr, owner), partial(delattr, owner)) for owner in owners),
     ]
     before = [dict(read()) for read, *_ in tables]
-    _replace(copies)
+    _replace(checks.copies)
+    for operation in losses:
+        setattr(*operation.home, for_sharded_heads(operation.found, checks.heads))
     undo: list[Callable[[], None]] = []
     for table, old in zip(tables, before, strict=True):
         new = {name: value for name, value in table[0]().items() if old.get(name) is not value}

@@ -52,7 +52,7 @@ def free_left(groups: Iterable[Any]) -> None:
         ContractError: The copies were written to; they are freed all the same.
     """
     lost = []
-    for one in [one for one in groups if hasattr(one, "weft_left")]:
+    for one in [one for one in dict.fromkeys(groups) if hasattr(one, "weft_left")]:  # tied modules share a group
         before = vars(one).pop("weft_left")
         if not one.is_sharded:
             lost += _changed(one, before) or [p for p, v in zip(one.fsdp_params, before, strict=True) if _differs(p, v)]
