@@ -188,7 +188,8 @@ class TensorOptions(StrategyOptions):
         blocks: The blocks between which the sequence is cut; empty: it is not.
         inside: What lies in these blocks.
         summed: Names of whole parameters of whose gradients each rank has a part.
-        fused: The parts of column layers that hold several projections.
+        fused: What columns hold of which no rank gets an equal part: several projections, or heads that ranks share.
+        attributes: Of parts whose attributes have other values while a rank computes its share, these values.
         transposed: Layers whose weight is [inputs, outputs].
         make_real: Called with a part before it is cut, if the module is on meta.
     """
@@ -199,6 +200,7 @@ class TensorOptions(StrategyOptions):
     inside: frozenset[str] = field(default=frozenset(), compare=False)
     summed: tuple[str, ...] = ()
     fused: Mapping[str, tuple[FusedPart, ...]] = field(default_factory=dict, compare=False)
+    attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict, compare=False)
     transposed: frozenset[str] = field(default=frozenset(), compare=False)
     make_real: Callable[[nn.Module], None] | None = field(default=None, compare=False)
     buffers: Literal["broadcast", "local"] = "local"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -13,6 +13,8 @@ from weft.sharding.layers.forward_source import splits_output
 
 # Names under which attentions keep the width of a head.
 HEAD_SIZES = frozenset({"head_dim", "head_size", "dim_head", "d_head", "attention_head_size", "hd"})
+# And the number of heads of queries for each of keys.
+_GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
 
 
 def is_transposed(part: nn.Module) -> bool:
@@ -76,6 +78,41 @@ def fused_parts(widths: Collection[int], ranks: int, head: int | None) -> tuple[
         FusedPart(width, count if count < ranks and ranks % count == 0 else ranks)
         for width, count in zip(widths, heads, strict=True)
     )
+
+
+def shared_heads(parent: nn.Module, columns: Mapping[str, nn.Module], ranks: int) -> dict[str, tuple[FusedPart, ...]]:
+    """The columns of an attention, for keys and values, that have fewer heads than there are ranks, which share them.
+
+    Those are narrower than the queries. The weights are cut all the same; see `FusedPart`.
+    """
+    head = head_size(parent)
+    widest = max(map(outputs_of, columns.values()), default=0)
+    found = {name: fused_parts([outputs_of(part)], ranks, head) for name, part in columns.items()}
+    return {
+        name: parts for name, parts in found.items() if outputs_of(columns[name]) < widest and is_shared(parts, ranks)
+    }
+
+
+def is_shared(parts: Collection[FusedPart], ranks: int) -> bool:
+    """Whether several ranks have the same heads of one of them."""
+    return any(part.pieces < ranks for part in parts)
+
+
+def local_attributes(parent: nn.Module, parts: Collection[FusedPart], ranks: int) -> dict[str, int]:
+    """What attributes of an attention are on a rank that shares heads of keys: how many queries there are to each.
+
+    Args:
+        parent: The attention.
+        parts: Queries, keys and values.
+        ranks: Which divide the queries.
+    """
+    queries, keys = (choose(part.width for part in parts) for choose in (max, min))
+    if not is_shared(parts, ranks) or queries % keys:
+        return {}
+    (shared,) = {part.pieces for part in parts if part.width == keys}
+    whole = queries // keys
+    own = vars(parent)
+    return {name: whole * shared // ranks for name in _GROUPS if own.get(name) == whole}
 
 
 # -- a guess ---------------------------------------------------------------------------------------

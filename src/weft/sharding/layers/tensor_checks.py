@@ -22,7 +22,10 @@ from weft.sharding.layers.linear_layers import (
     inputs_of,
     is_count,
     is_linear,
+    is_shared,
+    local_attributes,
     outputs_of,
+    shared_heads,
     word_of,
 )
 from weft.sharding.layers.tensor_plan import STYLES, parts_of, pattern_of, plan_line
@@ -35,12 +38,10 @@ _WHAT = "tensor_parallel"
 _KINDS: Mapping[str, str] = MappingProxyType(
     {"column": "Linear", "row": "Linear", "gather": "Linear", "vocab": "Embedding or Linear"}
 )
-_HEADS = frozenset(
-    {
-        *("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads"),
-        *("n_kv_head", "kv_heads", "heads", "nhead", "nheads", "n_local_heads"),
-    }
-)
+_KEY_HEADS = frozenset({"num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads"})
+_HEADS = _KEY_HEADS | {
+    *("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "nheads", "n_local_heads"),
+}
 
 
 def styles_of(module: nn.Module, plan: Mapping[str, Any] | str) -> tuple[Styles, Fused]:
@@ -210,9 +211,10 @@ def check_hooks(module: nn.Module, styles: Styles) -> None:
 
 
 def check_sizes(module: nn.Module, styles: Styles, widths: Fused, axis: str, ranks: int) -> dict[str, Any]:
-    """What each rank gets of the layers with several projections; raise if heads, or the features between "column" and "row", are not divisible by the ranks.
+    """What each rank gets of columns that are no equal parts: of several projections, or of heads that ranks share.
 
-    Vocabularies ("vocab", "gather", and a "column" after which no "row" comes) need not be.
+    Heads, or the features between "column" and "row", have to be divisible by the ranks, and fewer heads of keys than
+    ranks have to divide them. Vocabularies ("vocab", "gather", and a "column" after which no "row" comes) need not be.
 
     Raises:
         ContextError: The text has the numbers.
@@ -238,13 +240,28 @@ def check_sizes(module: nn.Module, styles: Styles, widths: Fused, axis: str, ran
         for place, part in enumerate(fused[name]):
             _check_divides(f"projection {place} of {name}", part.width, axis, part.pieces, "features")
     for parent, columns, rows in _pairs(module, styles):
-        for name, count in _head_counts(parent, columns).items():
-            _check_divides(f"{name} of {_named(module, parent)}", count, axis, ranks, "heads")
-        for part in (*rows, *(columns if rows else ())):
-            width = inputs_of(part) if part in rows else outputs_of(part)
-            what = f"{'in' if part in rows else 'out'}_features of {_named(module, part)}"
-            _check_divides(what, width, axis, ranks, "features")
+        fused |= shared_heads(parent, columns, ranks)
+        shared = any(is_shared(fused[name], ranks) for name in columns if name in fused)
+        plain = {name: part for name, part in columns.items() if name not in fused}
+        for name, count in _head_counts(parent, plain.values()).items():
+            if not (shared and name in _KEY_HEADS and ranks % count == 0):
+                _check_divides(f"{name} of {_named(module, parent)}", count, axis, ranks, "heads")
+        for name, part in {**rows, **(plain if rows else {})}.items():
+            width = inputs_of(part) if name in rows else outputs_of(part)
+            _check_divides(f"{'in' if name in rows else 'out'}_features of {name}", width, axis, ranks, "features")
     return fused
+
+
+def attributes_of(
+    module: nn.Module, styles: Styles, fused: Mapping[str, tuple[FusedPart, ...]], ranks: int
+) -> dict[str, dict[str, int]]:
+    """By the name of a part, its attributes that have other values where ranks share heads."""
+    found: dict[str, dict[str, int]] = {}
+    for parent, columns, _ in _pairs(module, styles):
+        whole = {name: (FusedPart(outputs_of(part), ranks),) for name, part in columns.items()}
+        parts = [part for name in columns for part in fused.get(name, whole[name])]
+        found[_named(module, parent)] = local_attributes(parent, parts, ranks)
+    return {name: values for name, values in found.items() if values}
 
 
 def _check_divides(what: str, count: int, axis: str, ranks: int, unit: str) -> None:
@@ -263,13 +280,15 @@ def _check_divides(what: str, count: int, axis: str, ranks: int, unit: str) -> N
         )
 
 
-def _pairs(module: nn.Module, styles: Styles) -> Iterator[tuple[nn.Module, list[Any], list[Any]]]:
-    """The modules that hold layers of the plan themselves, with those of style "column" and "row"."""
+def _pairs(
+    module: nn.Module, styles: Styles
+) -> Iterator[tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Module]]]:
+    """The modules that hold layers of the plan themselves, with those of style "column" and "row" by name."""
     for parent in module.modules():
-        children = {id(child): child for child in parent.children()}
-        named = [(module.get_submodule(name), style) for name, style in styles.items() if isinstance(style, str)]
-        columns = [part for part, style in named if id(part) in children and style == "column"]
-        rows = [part for part, style in named if id(part) in children and style == "row"]
+        children = {id(child) for child in parent.children()}
+        named = {name: part for name in styles if id(part := module.get_submodule(name)) in children}
+        columns = {name: part for name, part in named.items() if styles[name] == "column"}
+        rows = {name: part for name, part in named.items() if styles[name] == "row"}
         if columns or rows:
             yield parent, columns, rows
 

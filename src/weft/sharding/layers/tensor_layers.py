@@ -19,6 +19,7 @@ from weft.errors import ContextError
 from weft.peers.ledger import Ledger
 from weft.sharding.layers.tensor_checks import (
     Styles,
+    attributes_of,
     check_hooks,
     check_sequence,
     check_sizes,
@@ -83,7 +84,8 @@ def cut_layers(
         check_hooks(module, styles)
         if any(style == "vocab" and isinstance(module.get_submodule(n), nn.Embedding) for n, style in styles.items()):
             check_torch(f'{_WHAT}: "vocab"', "2.13", "DTensor loses the mask of an embedding that is cut by rows")
-    options = replace(_options(module, styles, sequence=sequence), fused=fused)
+    attributes = attributes_of(module, styles, fused, ranks)
+    options = replace(_options(module, styles, sequence=sequence), fused=fused, attributes=attributes)
     facts = {**options.facts(), "axis": axis, "plan": {n: str(s) for n, s in styles.items()}, "later": later}
     facts["fused"] = {name: list(sizes) for name, sizes in widths.items()}
     facts["rebind"] = groups_of(module, rebind)

@@ -13,7 +13,8 @@ such sizes are read as those of this rank. Whether that is what was meant is mea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -41,9 +42,21 @@ class FusedColumns:
         has_run: Whether it has been called since the part around it was.
     """
 
-    def __init__(self, parts: Sequence[FusedPart], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, parts: Sequence[FusedPart], group: dist.ProcessGroup, parent: nn.Module, values: Mapping[str, int]
+    ) -> None:
+        """Find out what is sent.
+
+        Args:
+            parts: The projections in it.
+            group: The ranks.
+            parent: The part that has the layer.
+            values: What attributes of that are from then on, to the end of the call of the part around it.
+        """
         ranks, rank = group.size(), group.rank()
         self.has_run = False
+        self._parent = weakref.ref(parent)
+        self._values = {name: (value, getattr(parent, name)) for name, value in values.items()}
         self.whole = [part.width for part in parts]
         self.local = [part.width // part.pieces for part in parts]
         held = [chunk(sum(self.whole), ranks, one) for one in range(ranks)]
@@ -58,6 +71,18 @@ class FusedColumns:
         """Let the process group go."""
         self._how = None
 
+    def begin(self) -> None:
+        """From here on, sizes are those of this rank."""
+        self.has_run = True
+        for name, (local, _) in self._values.items():
+            setattr(self._parent(), name, local)
+
+    def end(self) -> None:
+        """From here on, sizes are those of one process."""
+        self.has_run = False
+        for name, (_, whole) in self._values.items():
+            setattr(self._parent(), name, whole)
+
     def exchange(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         """A hook after the layer: [..., rows of this rank] to [..., its share of each part].
 
@@ -65,7 +90,7 @@ class FusedColumns:
         """
         del module, args
         assert self._how is not None
-        self.has_run = True
+        self.begin()
         columns = output.movedim(-1, 0)
         flat = torch.cat([columns.narrow(0, at, size) for at, size in self._sent])
         (arrived,) = exchanged(self._how, [flat]) if flat.numel() else [flat]
@@ -109,7 +134,7 @@ class _AllToAll(NamedTuple):
         return exchanged(self._replace(arrives=self.sent, sent=self.arrives), gradients)
 
 
-# -- whole sizes -----------------------------------------------------------------------------------
+# -- whole sizes, and attributes -------------------------------------------------------------------
 
 
 class LocalSizes:
@@ -126,7 +151,7 @@ class LocalSizes:
                 return call(*args, **kwargs)
         finally:
             for layer in self._layers:
-                layer.has_run = False
+                layer.end()
 
 
 class _LocalSizesMode(TorchFunctionMode):

@@ -65,7 +65,7 @@ class TensorParallelModule(Strategy):
         self._ranks, self.mean_over = self.mean_over, 1  # gradients are added up, not averaged
         self._mesh = mesh
         before = hooks_of(module)
-        self._fused = {name: FusedColumns(parts, group) for name, parts in options.fused.items()}
+        self._fused = {name: self._fused_columns(module, name, group, options) for name in options.fused}
         self._cut_layers(module, options)
         for name, part in units_around(module, options.styles).items() if self._fused else ():
             inside = [fused for one, fused in self._fused.items() if is_in(one, name)]
@@ -130,6 +130,14 @@ class TensorParallelModule(Strategy):
             for other, own in others:
                 torch_internals.PARAMETERS.of(other)[own] = torch_internals.PARAMETERS.of(part)[name]
         del kept
+
+    def _fused_columns(
+        self, module: nn.Module, name: str, group: dist.ProcessGroup, options: TensorOptions
+    ) -> FusedColumns:
+        parent = name.rpartition(".")[0]
+        return FusedColumns(
+            options.fused[name], group, module.get_submodule(parent), options.attributes.get(parent, {})
+        )
 
     def _style_of(
         self, name: str, part: nn.Module, style: str | ParallelStyle, options: TensorOptions
