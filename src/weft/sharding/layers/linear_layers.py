@@ -106,9 +106,9 @@ def local_attributes(parent: nn.Module, parts: Collection[FusedPart], ranks: int
         parts: Queries, keys and values.
         ranks: Which divide the queries.
     """
-    queries, keys = (choose(part.width for part in parts) for choose in (max, min))
-    if not is_shared(parts, ranks) or queries % keys:
+    if not is_shared(parts, ranks):
         return {}
+    queries, keys = (choose(part.width for part in parts) for choose in (max, min))
     (shared,) = {part.pieces for part in parts if part.width == keys}
     whole = queries // keys
     own = vars(parent)

@@ -257,7 +257,10 @@ def _proposed(module: nn.Module) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for prefix, part in module.named_modules():
-        layers = [(name, one) for name, one in part.named_children() if is_linear(one)]
+        children = list(part.named_children())
+        stacks = [place for place, (_, one) in enumerate(children) if isinstance(one, nn.ModuleList)]
+        # What stands before a list of blocks, and what after it, is no pair.
+        layers = [(name, one) for name, one in children[max(stacks, default=-1) + 1 :] if is_linear(one)]
         sizes = {(inputs_of(one), outputs_of(one)) for _, one in layers}
         is_attention = len(layers) == 4 and len(sizes) == 1 and not isinstance(part, nn.Sequential)
         for place, (name, one) in list(enumerate(layers))[3 if is_attention else 0 :]:
