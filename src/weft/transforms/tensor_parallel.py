@@ -58,8 +58,8 @@ def tensor_parallel(
     With `sequence=True` these are, in the blocks, all-gathers and reduce-scatters of the same size, and two
     all-gathers at their ends. With parts of style "replicate" or, then, "sequence", one all-reduce of all their
     gradients at the end of the last backward pass of a window. With several projections in a column layer, or heads
-    that ranks share, one all-to-all of its outputs in forward, and one in backward. Once, in the first backward pass, one all-gather of a
-    number per whole parameter: their gradients are to be equal on all ranks.
+    that ranks share, one all-to-all of its outputs in forward, and one in backward. Once, in the first backward pass,
+    one all-gather of a number per whole parameter: their gradients are to be equal on all ranks.
 
     Args:
         module: On the CPU, on `ctx.device`, or on meta: then it is made real part by part, so that no rank ever
@@ -90,8 +90,9 @@ def tensor_parallel(
             or the ranks pass different models or options.
         ContractError: With `sequence=True`, a part has no style. In a call, `ProbeFailed`: inputs differ between the
             ranks, or a part computes something else on its share, as with dropout, a view with a fixed number of
-            heads, or an output that is taken apart in another way; in a backward pass, a gradient comes to what each rank has for
-            itself, as to weights of its heads. In the first backward pass: gradients of whole parameters differ.
+            heads, or an output that is taken apart in another way; in a backward pass, a gradient comes to what each
+            rank has for itself, as to weights of its heads. In the first backward pass: gradients of whole parameters
+            differ.
         TypeError: `module` is not a module, the plan is no mapping, or a part is of a kind that its style cannot cut.
         ValueError: A pattern matches nothing, a style is unknown, a parameter has two; the model has no plan.
         PeerError: Another rank failed.

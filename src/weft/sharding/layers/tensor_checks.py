@@ -280,9 +280,7 @@ def _check_divides(what: str, count: int, axis: str, ranks: int, unit: str) -> N
         )
 
 
-def _pairs(
-    module: nn.Module, styles: Styles
-) -> Iterator[tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Module]]]:
+def _pairs(module: nn.Module, styles: Styles) -> Iterator[tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Module]]]:
     """The modules that hold layers of the plan themselves, with those of style "column" and "row" by name."""
     for parent in module.modules():
         children = {id(child) for child in parent.children()}

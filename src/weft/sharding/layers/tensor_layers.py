@@ -17,6 +17,7 @@ from weft.engines.options import FusedPart, TensorOptions
 from weft.engines.results import TensorParallel
 from weft.errors import ContextError
 from weft.peers.ledger import Ledger
+from weft.sharding.layers.linear_layers import is_transposed
 from weft.sharding.layers.tensor_checks import (
     Styles,
     attributes_of,
@@ -27,7 +28,6 @@ from weft.sharding.layers.tensor_checks import (
     gathered_once,
     styles_of,
 )
-from weft.sharding.layers.linear_layers import is_transposed
 from weft.sharding.layers.tensor_plan import blocks_around, tensor_plan
 from weft.sharding.layouts_over_axes import broadcast_state
 from weft.sharding.meta import WeightSource, is_meta, on_meta_anywhere, with_values

@@ -77,8 +77,9 @@ def tensor_plan(module: nn.Module) -> TensorPlan:
     """Read the plan of tensor parallelism that a model brings along, as models of transformers do.
 
     Of a model without one in which a column layer holds several projections (GPT-2, ViT), it is read from the shapes of
-    the layers and the code of their `forward`. For looking at, and for changing: `{**weft.tensor_plan(model), "lm_head": "vocab"}` is a plan for
-    `weft.tensor_parallel`. A part that nothing names stays whole on every rank.
+    the layers and the code of their `forward`. For looking at, and for changing:
+    `{**weft.tensor_plan(model), "lm_head": "vocab"}` is a plan for `weft.tensor_parallel`. A part that nothing names
+    stays whole on every rank.
 
     Changes: nothing. Collectives: none.
 

@@ -6,8 +6,8 @@ queries and none of the values, and gets its heads of both. Gradients go back th
 several ranks share are added up.
 
 [Note: whole sizes] Programs write the sizes of one process between a column and a row layer: `split(width, dim=2)`,
-`x[..., :width]`, `reshape(batch, length, 3, heads, 64)`. From the call of a fused layer to the end of the part around it,
-such sizes are read as those of this rank. Whether that is what was meant is measured by the probe of `tensor_parallel`.
+`x[..., :width]`, `reshape(batch, length, 3, heads, 64)`. From the call of a fused layer to the end of the part around
+it, such sizes are read as those of this rank. Whether that was meant is measured by the probe of `tensor_parallel`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from weft.engines.torch.parallel.sequence_exchange import Collectives, find_coll
 from weft.tensors.blocks import chunk
 
 _Range = tuple[int, int]  # where it begins, and how long it is
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
 
 
 class FusedColumns:
@@ -179,7 +181,7 @@ class _LocalSizesMode(TorchFunctionMode):
         return dict(zip(accumulate(whole, initial=0), accumulate(local, initial=0), strict=True))
 
 
-def _read_split(mode: _LocalSizesMode, args: Any, kwargs: Any) -> Any:
+def _read_split(mode: _LocalSizesMode, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
     """`x.split(sizes, dim)`, `torch.split(x, sizes, dim)`."""
     names = ("tensor", "split_size_or_sections", "split_size", "dim")
     x, sizes, *rest = (*args, *(kwargs[name] for name in names if name in kwargs))
@@ -195,20 +197,21 @@ def _read_split(mode: _LocalSizesMode, args: Any, kwargs: Any) -> Any:
     return (x, [borders[end] - borders[start] for start, end in pairwise(asked)], -1), {}
 
 
-def _read_index(mode: _LocalSizesMode, args: Any, kwargs: Any) -> Any:
+def _read_index(mode: _LocalSizesMode, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
     """`x[..., start:end]`."""
     x, index = args
-    last = index[-1] if isinstance(index, tuple) and index and (Ellipsis in index[:1] or len(index) == x.dim()) else None
+    places: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
+    last = places[-1] if places and (places[0] is Ellipsis or len(places) == x.dim()) else None
     if not isinstance(last, slice) or last.step is not None or (last.start is None and last.stop is None):
         return args, kwargs
     borders = mode.borders_in(x)
     start, stop = last.start or 0, max(borders, default=0) if last.stop is None else last.stop
     if not isinstance(start, int) or start not in borders or stop not in borders:
         return args, kwargs
-    return (x, (*index[:-1], slice(borders[start], borders[stop]))), kwargs
+    return (x, (*places[:-1], slice(borders[start], borders[stop]))), kwargs
 
 
-def _read_view(mode: _LocalSizesMode, args: Any, kwargs: Any) -> Any:
+def _read_view(mode: _LocalSizesMode, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
     """`x.view(...)`, `x.reshape(...)` of as many elements as all ranks have: heads, or features, are divided.
 
     They come first after the dimensions that stay, or after the number of parts.
@@ -232,7 +235,7 @@ def _read_view(mode: _LocalSizesMode, args: Any, kwargs: Any) -> Any:
     return (x, sizes), {}
 
 
-_READ: MappingProxyType[Any, Callable[[_LocalSizesMode, Any, Any], Any]] = MappingProxyType(
+_READ: MappingProxyType[Any, Callable[[_LocalSizesMode, _Args, _Kwargs], tuple[_Args, _Kwargs]]] = MappingProxyType(
     {
         torch.Tensor.split: _read_split,
         torch.split: _read_split,

@@ -1,9 +1,9 @@
-"""Column layers that hold several projections, and heads that ranks share: the numbers, the checkpoints of one process."""
+"""Column layers that hold several projections, and heads that ranks share: numbers and checkpoints of one process."""
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 import weft
 from tests.lm import difference, whole
@@ -24,7 +24,7 @@ class Viewed(nn.Module):
     def forward(self, x):
         batch, length, width = x.shape
         q, k, v = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        x = F.scaled_dot_product_attention(q, k, v)
+        x = functional.scaled_dot_product_attention(q, k, v)
         return self.proj(x.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -42,7 +42,7 @@ class Split(nn.Module):
             part.view(*size[:2], self.n_head, size[2] // self.n_head).transpose(1, 2)
             for part in torch.split(self.c_attn(x), self.n_embd, dim=2)
         ]
-        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+        y = functional.scaled_dot_product_attention(*heads, is_causal=True)
         return self.c_proj(y.transpose(1, 2).contiguous().view(size))
 
 
@@ -60,7 +60,7 @@ class Grouped(nn.Module):
         q, k, v = y[..., :WIDTH], y[:, :, WIDTH : WIDTH + self.kv], y[..., WIDTH + self.kv :]
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (q, k, v))
         k, v = (part.repeat_interleave(self.num_key_value_groups, 1) for part in (k, v))
-        return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.o_proj(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Gated(nn.Module):
@@ -70,7 +70,7 @@ class Gated(nn.Module):
 
     def forward(self, x):
         gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        return self.down(functional.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -113,7 +113,7 @@ def steps_of(module, optimizer, steps, ctx=None):
         rows = rows_of(step)
         if ctx is not None:
             rows = rows.chunk(ctx.data_size)[ctx.data_rank]
-        F.cross_entropy(module(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).backward()
+        functional.cross_entropy(module(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).backward()
         if ctx is None:
             nn.utils.clip_grad_norm_(module.parameters(), 0.5)
         else:
@@ -272,7 +272,7 @@ class Mixed(Split):
 
     def forward(self, x):
         heads = [self.c_attn(x)[..., at::3].unflatten(-1, (-1, 8)).transpose(1, 2) for at in range(3)]
-        return self.c_proj(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return self.c_proj(functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
 
 
 PARTS = {"blocks.*.attn.c_attn": "column:3", "blocks.*.attn.c_proj": "row"}
