@@ -269,6 +269,12 @@ def plans_are_wrong(ctx):
     with told("sharding/layers/tensor_checks.py", "cannot be cut as") as it:
         weft.tensor_parallel(embeds(), ctx, plan={"0": "column", "1": "column", "3": "row"})
     cut(embeds(), ctx, tokens(), plan={"1": "column", "3": "row", **entries(f"{{{it.fix}}}")})
+    fused = nn.ModuleDict({"qkv": nn.Linear(4, 12)})
+    for wrong in ("column:5", "column:8,8"):
+        with told("sharding/layers/tensor_checks.py", "do not add up to its outputs") as it:
+            weft.tensor_parallel(fused, ctx, plan={"qkv": wrong})
+    assert it.fix.startswith('"column:3" for queries, keys and values')
+    weft.tensor_parallel(fused, ctx, plan={"qkv": "column:3"})
     with told("sharding/layers/tensor_checks.py", "have two styles") as it:
         weft.tensor_parallel(net(), ctx, plan={"0": "column", "[02]": "row"})
     assert it.fix == "patterns that do not overlap"

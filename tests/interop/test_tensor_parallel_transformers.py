@@ -20,9 +20,15 @@ def model(kind, *, layers=2, **options):
         "attn_implementation": "sdpa",
         "experts_implementation": "eager",
     }
+    if kind == "GPT2":
+        sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": LENGTH}
+        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        heads = {"attn_implementation": "sdpa", "bos_token_id": 0, "eos_token_id": 0, **drops}
     more = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "Mixtral" else {}
     if kind == "Qwen3Moe":
         more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 4}
+    if kind == "Phi3":
+        more = {"pad_token_id": 0}
     config = getattr(transformers, f"{kind}Config")(**{**sizes, **heads, **more, **options})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -86,8 +92,10 @@ def difference(one, two):
         ("Llama", {"tie_word_embeddings": True, "attention_bias": True}),
         ("Mixtral", {"tie_word_embeddings": False}),
         ("Qwen3Moe", {"tie_word_embeddings": True}),
+        ("GPT2", {}),
+        ("Phi3", {"tie_word_embeddings": False}),
     ],
-    ids=["Llama", "tied", "Mixtral", "Qwen3Moe"],
+    ids=["Llama", "tied", "Mixtral", "Qwen3Moe", "GPT2", "Phi3"],
 )
 def test_a_model_trains_as_in_one_process(kind, options, sequence):
     losses, norms, expected = reference(kind, 10, **options)
@@ -104,12 +112,14 @@ def test_a_model_trains_as_in_one_process(kind, options, sequence):
         ({"tensor": 4}, None, "Llama"),
         ({"data": 2, "tensor": 2}, "replicate", "Llama"),
         ({"shard": 2, "tensor": 2}, "fully_shard", "Mixtral"),
+        ({"tensor": 4}, None, "GPT2"),
+        ({"shard": 2, "tensor": 2}, "fully_shard", "Phi3"),
     ],
-    ids=["tensor", "data", "shard"],
+    ids=["tensor", "data", "shard", "transposed", "fused"],
 )
 def test_on_four_ranks(mesh, strategy, kind):
-    _, norms, expected = reference(kind, 10, tie_word_embeddings=kind == "Llama")
-    options = {"tie_word_embeddings": kind == "Llama"}
+    options = {"tie_word_embeddings": kind in ("Llama", "GPT2")}
+    _, norms, expected = reference(kind, 10, **options)
     for sequence in (False, True):
         for found in run_ranks(train, 4, kind, 10, sequence, strategy, options, mesh=mesh):
             assert max(abs(a - b) for a, b in zip(norms, found[1], strict=True)) < 1e-12
@@ -125,20 +135,59 @@ def test_the_plan_prints_what_is_left_out():
     assert not weft.tensor_plan(model("Llama")).left_out
 
 
+def test_layers_with_several_projections_are_found():
+    plan = weft.tensor_plan(model("GPT2"))
+    assert plan["transformer.h.*.attn.c_attn"] == "column:3" and plan["transformer.h.*.mlp.c_proj"] == "row"
+    assert plan["transformer.wte"] == "vocab" and plan["lm_head"] == "gather"
+    plan = weft.tensor_plan(model("Phi3"))
+    assert plan["model.layers.*.self_attn.qkv_proj"] == "column:32,16,16" and not plan.left_out
+    assert plan["model.layers.*.mlp.gate_up_proj"] == "column:2"
+
+
+def shared(ctx, kind, attention):
+    options = {"num_key_value_heads": 2, "attn_implementation": attention}
+    return train(ctx, kind, 4, False, None, options)[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Llama", "Phi3"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_ranks_share_heads_of_keys(kind, attention):
+    _, _, expected = reference(kind, 4, num_key_value_heads=2, attn_implementation=attention)
+    for found in run_ranks(shared, 4, kind, attention, mesh={"tensor": 4}):
+        assert difference(expected, found) < 1e-12
+
+
+def generated(ctx, kind):
+    module, starts = model(kind).eval(), tokens(0)[:, :3]
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = module.generate(starts, **options)
+    module, _ = weft.tensor_parallel(module, ctx)
+    return torch.equal(module.generate(starts, **options), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["GPT2", "Phi3"])
+def test_generated_tokens_are_those_of_one_process(kind):
+    assert all(run_ranks(generated, 2, kind, mesh={"tensor": 2}))
+
+
 def test_a_model_without_a_plan_is_given_a_proposal():
-    config = transformers.GPT2Config(n_embd=16, n_head=2, n_layer=1, vocab_size=9, bos_token_id=0, eos_token_id=0)
+    config = transformers.BertConfig(
+        hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9, intermediate_size=24
+    )
     with pytest.raises(ValueError, match="has no plan for") as error:
-        weft.tensor_plan(transformers.GPT2LMHeadModel(config))
-    assert "{'lm_head': 'gather', 'transformer.wte': 'vocab'}" in str(error.value)
+        weft.tensor_plan(transformers.BertForMaskedLM(config))
+    assert "'vocab'" in str(error.value)
 
 
 def heads(ctx, count):
     try:
-        weft.tensor_parallel(model("Llama", num_attention_heads=count, num_key_value_heads=count // 2), ctx)
+        weft.tensor_parallel(model("Llama", num_attention_heads=count, num_key_value_heads=count), ctx)
     except weft.errors.ContextError as error:
         return str(error)
 
 
 def test_heads_are_counted():
-    texts = run_ranks(heads, 2, 2, mesh={"tensor": 2})
-    assert all("num_key_value_heads" in text and "1 heads, 2 ranks" in text for text in texts)
+    texts = run_ranks(heads, 2, 1, mesh={"tensor": 2})  # heads of keys alone may be shared
+    assert all("num_attention_heads" in text and "1 heads, 2 ranks" in text for text in texts)

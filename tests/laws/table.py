@@ -142,6 +142,39 @@ class MixtureJob(Job):
             return Mixture().to(self.dtype)
 
 
+class Projections(torch.nn.Module):
+    """A layer of two projections, which are taken apart by their size in one process."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.back = torch.nn.Linear(8, 16), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        gate, value = self.both(x).split(8, -1)
+        return self.back(torch.sigmoid(gate) * value)
+
+
+class Projected(Model):
+    """The laws' model with such a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Projections()
+
+    def features(self, x):
+        hidden = super().features(x)
+        return hidden + self.inner(hidden)
+
+
+class ProjectedJob(Job):
+    """The laws' job with two projections in one layer."""
+
+    def model(self):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return Projected().to(self.dtype)
+
+
 class Attentive(Model):
     """The model of the laws with a causal attention between its layers."""
 
@@ -286,6 +319,15 @@ TABLE = [
         needs=(FULLY,),
         job=partial(Linear, clip=float("inf")),
         break_input=partial(apply_to, adafactor, weft.step_in_backward),
+    ),
+    row_of(
+        weft.tensor_parallel,
+        "fused",
+        synchronizes=True,
+        mesh={"tensor": -1},
+        job=ProjectedJob,
+        options={"plan": {"inner.both": "column:2", "inner.back": "row"}},
+        wrong={"plan": {"inner.both": "column:3", "inner.back": "row"}},
     ),
     row_of(weft.hooked, options={**TWO_BLOCKS, "before": leave, "after": leave}, wrong={"before": "nothing"}),
     row_of(weft.place, apply=put_in_place, wrong={"plan": {"cpu": 3}}),

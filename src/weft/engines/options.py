@@ -166,6 +166,18 @@ class ShardOptions(StrategyOptions):
     strategy: str = field(default="fully_shard", compare=False)
 
 
+class FusedPart(NamedTuple):
+    """One of several projections that a column layer holds side by side.
+
+    Attributes:
+        width: Its outputs.
+        pieces: Into how many equal pieces they are divided: one per rank, or fewer, which ranks share.
+    """
+
+    width: int
+    pieces: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorOptions(StrategyOptions):
     """How the layers of a module are cut over ranks; all by the names of parts.
@@ -176,6 +188,9 @@ class TensorOptions(StrategyOptions):
         blocks: The blocks between which the sequence is cut; empty: it is not.
         inside: What lies in these blocks.
         summed: Names of whole parameters of whose gradients each rank has a part.
+        fused: What columns hold of which no rank gets an equal part: several projections, or heads that ranks share.
+        attributes: Of parts whose attributes have other values while a rank computes its share, these values.
+        transposed: Layers whose weight is [inputs, outputs].
         make_real: Called with a part before it is cut, if the module is on meta.
         told: Called with (module, styles, rank, ranks, what to undo) when the layers are cut.
     """
@@ -185,6 +200,9 @@ class TensorOptions(StrategyOptions):
     blocks: tuple[str, ...] = ()
     inside: frozenset[str] = field(default=frozenset(), compare=False)
     summed: tuple[str, ...] = ()
+    fused: Mapping[str, tuple[FusedPart, ...]] = field(default_factory=dict, compare=False)
+    attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict, compare=False)
+    transposed: frozenset[str] = field(default=frozenset(), compare=False)
     make_real: Callable[[nn.Module], None] | None = field(default=None, compare=False)
     told: Sequence[Callable[..., None]] = field(default=(), compare=False)
     buffers: Literal["broadcast", "local"] = "local"

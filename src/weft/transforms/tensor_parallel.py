@@ -63,14 +63,17 @@ def tensor_parallel(
     columns of one attention or MLP counts once, where the source of its forward shows that it goes nowhere else.
     With `sequence=True` these are, in the blocks, all-gathers and reduce-scatters of the same size, and two
     all-gathers at their ends. With parts of style "replicate" or, then, "sequence", one all-reduce of all their
-    gradients at the end of the last backward pass of a window. Once, in the first backward pass, one all-gather of a
-    number per whole parameter: their gradients are to be equal on all ranks.
+    gradients at the end of the last backward pass of a window. With several projections in a column layer, or heads
+    that ranks share, one all-to-all of its outputs in forward, and one in backward. Once, in the first backward pass,
+    one all-gather of a number per whole parameter: their gradients are to be equal on all ranks.
 
     Args:
         module: On the CPU, on `ctx.device`, or on meta: then it is made real part by part, so that no rank ever
             holds the whole model.
         ctx: The current context.
         plan: Patterns of names (as in `fully_shard(units=...)`) and a style each: "column", "row" (linear layers);
+            "column:3" for a layer that holds three projections of one width side by side, "column:512,128,128" for
+            widths of their own: each rank has its share of every one;
             "gather", as "column", but with all outputs on every rank (a head); "vocab" (an embedding, cut by rows;
             or a head, whose logits stay divided, as a DTensor, see `weft.collectives.vocab_cross_entropy`);
             "replicate": stays whole between a column and a row, as a norm of heads; "sequence": stays whole, and treats
@@ -93,7 +96,7 @@ def tensor_parallel(
             or the ranks pass different models or options.
         ContractError: With `sequence=True`, a part has no style. In a call, `ProbeFailed`: inputs differ between the
             ranks, or a part computes something else on its share, as with dropout that is not keyed, a view with a
-            fixed number of heads, or an output that is taken apart; in a backward pass, a gradient comes to what each
+            fixed number of heads, or an output that is taken apart in another way; in a backward pass, a gradient comes to what each
             rank has for itself, as to weights of its heads. In the first backward pass: gradients of whole parameters
             differ.
         TypeError: `module` is not a module, the plan is no mapping, or a part is of a kind that its style cannot cut.

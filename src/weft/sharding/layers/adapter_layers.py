@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from weft.errors import value_error
+from weft.sharding.layers.linear_layers import word_of
 
 # What is low-rank stays whole between the two halves of an adapter. As "sequence" it may run on a part of the sequence.
 _HALVES = MappingProxyType(
@@ -44,7 +45,8 @@ def styles_inside(name: str, part: nn.Module, style: str) -> dict[str, str]:
         return {}
     inner: Any = part
     plain = isinstance(part, peft.tuners.lora.Linear) and not any(inner.use_dora.values())
-    if not plain or style not in _HALVES:
+    word = word_of(style)
+    if not plain or word not in _HALVES:
         kind = "DoRA" if isinstance(part, peft.tuners.lora.Linear) else f"{type(part).__module__}.{type(part).__name__}"
         raise value_error(
             f"tensor_plan: an adapter in {name} cannot be cut",
@@ -52,5 +54,5 @@ def styles_inside(name: str, part: nn.Module, style: str) -> dict[str, str]:
             expected="LoRA of linear layers",
             fix="model, ctx = weft.fully_shard(model, ctx)  # takes every adapter",
         )
-    halves = {f"{name}.{half}.*": inside for half, inside in _HALVES[style].items()}
+    halves = {f"{name}.{half}.*": style if inside == word else inside for half, inside in _HALVES[word].items()}
     return {f"{name}.base_layer": style, **halves}

@@ -11,38 +11,47 @@ from torch import nn
 
 from weft import torch_internals
 from weft.contract.select_modules import fits_pattern
+from weft.engines.options import FusedPart
 from weft.errors import AlreadyApplied, ContextError, ContractError, listed, type_error, value_error
 from weft.sharding.layers.forward_source import only_feeds
+from weft.sharding.layers.linear_layers import (
+    HEAD_SIZES,
+    fused_parts,
+    fused_widths,
+    head_size,
+    inputs_of,
+    is_count,
+    is_linear,
+    is_shared,
+    local_attributes,
+    outputs_of,
+    shared_heads,
+    word_of,
+)
 from weft.sharding.layers.tensor_plan import STYLES, parts_of, pattern_of, plan_line
 from weft.sharding.shard_checks import check_not_hooked
 from weft.tensors.dtensor import is_sharded
 
 Styles = dict[str, Any]  # name of a part to its style: a word, or a ParallelStyle of torch
+Fused = dict[str, list[int]]  # name of a layer with several projections to their widths
 _WHAT = "tensor_parallel"
-_KINDS: Mapping[str, tuple[type[nn.Module], ...]] = MappingProxyType(
-    {
-        "column": (nn.Linear,),
-        "row": (nn.Linear,),
-        "gather": (nn.Linear,),
-        "vocab": (nn.Embedding, nn.Linear),
-    }
+_KINDS: Mapping[str, str] = MappingProxyType(
+    {"column": "Linear", "row": "Linear", "gather": "Linear", "vocab": "Embedding or Linear"}
 )
-_HEADS = frozenset(
-    {
-        *("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads"),
-        *("n_kv_head", "kv_heads", "heads", "nhead", "nheads", "n_local_heads"),
-    }
-)
-_HEAD_SIZES = frozenset({"head_dim", "head_size", "dim_head", "d_head", "attention_head_size", "hd"})
+_KEY_HEADS = frozenset({"num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads"})
+_HEADS = _KEY_HEADS | {
+    *("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "nheads", "n_local_heads"),
+}
 
 
-def styles_of(module: nn.Module, plan: Mapping[str, Any] | str) -> Styles:
-    """The style of each part that a plan names, in the order of the module.
+def styles_of(module: nn.Module, plan: Mapping[str, Any] | str) -> tuple[Styles, Fused]:
+    """The style of each part that a plan names, in the order of the module, and the projections in its columns.
 
     Raises:
         AlreadyApplied: A part is cut already.
         TypeError: The plan is none, or a part is of a kind that its style cannot cut.
-        ValueError: An unknown style, a pattern that matches nothing, or two styles for one part.
+        ValueError: An unknown style, a pattern that matches nothing, two styles for one part, or projections whose
+            widths are not those of the layer.
     """
     if not isinstance(plan, Mapping) or not plan:
         raise type_error(
@@ -59,7 +68,8 @@ def styles_of(module: nn.Module, plan: Mapping[str, Any] | str) -> Styles:
         if not matched:
             _raise_no_match(module, pattern)
         for name, part in matched.items():
-            _check_kind(name, part, style, attentions)
+            _check_kind(name, part, word_of(style), attentions)
+            _check_widths(name, part, style)
             chosen.setdefault(name, []).append((pattern, style))
     _check_one_style(module, chosen)
     wanted = [name for name, found in chosen.items() if found[0][1] not in ("sequence", "replicate")]
@@ -71,17 +81,19 @@ def styles_of(module: nn.Module, plan: Mapping[str, Any] | str) -> Styles:
             expected="plain parameters in the parts that the plan names",
             fix="leave them out of the plan, or load the model without a plan of its own",
         )
-    return {name: chosen[name][0][1] for name, _ in module.named_modules() if name in chosen}
+    found = {name: chosen[name][0][1] for name, _ in module.named_modules() if name in chosen}
+    fused = {name: fused_widths(style, module.get_submodule(name)) for name, style in found.items()}
+    return {name: word_of(style) for name, style in found.items()}, {name: one for name, one in fused.items() if one}
 
 
 def _check_style(pattern: str, style: Any) -> None:
     from torch.distributed.tensor.parallel import ParallelStyle  # noqa: PLC0415  (half a second of imports in torch)
 
-    if style not in STYLES if isinstance(style, str) else not isinstance(style, ParallelStyle):
+    if word_of(style) not in STYLES if isinstance(style, str) else not isinstance(style, ParallelStyle):
         raise value_error(
             f"{_WHAT}: the style of {pattern!r} is unknown",
             found=repr(style),
-            expected=f"{', '.join(map(repr, STYLES))}, or a ParallelStyle of torch",
+            expected=f"{', '.join(map(repr, STYLES))}, 'column:3' for three projections, or a ParallelStyle of torch",
             fix=f'plan={{..., "{pattern}": "{get_close_matches(str(style), STYLES, 1, 0)[0]}"}}',
         )
 
@@ -101,8 +113,8 @@ def _raise_no_match(module: nn.Module, pattern: str) -> None:
 
 
 def _check_kind(name: str, part: nn.Module, style: Any, attentions: Iterable[nn.MultiheadAttention]) -> None:
-    kinds = _KINDS.get(style) if isinstance(style, str) else None
-    if kinds is None:
+    wanted = _KINDS.get(style) if isinstance(style, str) else None
+    if wanted is None:
         return
     if any(part is one.out_proj for one in attentions):
         raise type_error(
@@ -113,9 +125,9 @@ def _check_kind(name: str, part: nn.Module, style: Any, attentions: Iterable[nn.
         )
     special = {key: getattr(part, key, None) for key in ("max_norm", "scale_grad_by_freq", "sparse")}
     asked = [f"{key}={value}" for key, value in special.items() if value is not None and value is not False]
-    if isinstance(part, kinds) and not asked:
+    is_kind = isinstance(part, (nn.Linear, nn.Embedding)) if style == "vocab" else is_linear(part)
+    if is_kind and not asked:
         return
-    wanted = " or ".join(kind.__name__ for kind in kinds)
     raise type_error(
         f"{_WHAT}: {name} cannot be cut as {style!r}",
         found=f"{type(part).__name__}{f' with {listed(asked)}' if asked else ''}",
@@ -124,6 +136,17 @@ def _check_kind(name: str, part: nn.Module, style: Any, attentions: Iterable[nn.
         if asked or not isinstance(part, nn.Embedding)
         else f'"{name}": "vocab"',
     )
+
+
+def _check_widths(name: str, part: nn.Module, style: Any) -> None:
+    widths = fused_widths(style, part)
+    if widths and sum(widths) != outputs_of(part):
+        raise value_error(
+            f"{_WHAT}: the projections of {name} do not add up to its outputs",
+            found=f"{style!r}: {' + '.join(map(str, widths))} of {outputs_of(part)} outputs",
+            expected="the number of projections of equal width, or the width of each",
+            fix='"column:3" for queries, keys and values; "column:512,128,128" for fewer heads of the latter',
+        )
 
 
 def _check_one_style(module: nn.Module, chosen: Mapping[str, list[tuple[str, Any]]]) -> None:
@@ -150,7 +173,7 @@ def check_ties(module: nn.Module, styles: Styles) -> None:
     Raises:
         ValueError: The text names the parts and their styles.
     """
-    dims = {"column": 0, "gather": 0, "vocab": 0, "row": 1}
+    dims = {"column": 0, "gather": 0, "vocab": 0, "row": 1}  # of a transposed layer, its partner has the same style
     users: dict[int, dict[str, Any]] = {}
     for name, part in module.named_modules():
         for own, p in torch_internals.PARAMETERS.of(part).items():
@@ -187,10 +210,11 @@ def check_hooks(module: nn.Module, styles: Styles) -> None:
 # -- sizes -----------------------------------------------------------------------------------------
 
 
-def check_sizes(module: nn.Module, styles: Styles, axis: str, ranks: int) -> None:
-    """Raise if heads, or the features between "column" and "row", are not divisible by the ranks.
+def check_sizes(module: nn.Module, styles: Styles, widths: Fused, axis: str, ranks: int) -> dict[str, Any]:
+    """What each rank gets of columns that are no equal parts: of several projections, or of heads that ranks share.
 
-    Vocabularies ("vocab", "gather", and a "column" after which no "row" comes) need not be.
+    Heads, or the features between "column" and "row", have to be divisible by the ranks, and fewer heads of keys than
+    ranks have to divide them. Vocabularies ("vocab", "gather", and a "column" after which no "row" comes) need not be.
 
     Raises:
         ContextError: The text has the numbers.
@@ -199,22 +223,45 @@ def check_sizes(module: nn.Module, styles: Styles, axis: str, ranks: int) -> Non
         part: Any = module.get_submodule(name)
         if not isinstance(style, str) or style not in ("vocab", "gather", "column"):
             continue
-        rows_of_each = -(-part.weight.shape[0] // ranks)  # but for the last, which get what is left
-        served = -(-part.weight.shape[0] // rows_of_each)
+        outputs = outputs_of(part)
+        rows_of_each = -(-outputs // ranks)  # but for the last, which get what is left
+        served = -(-outputs // rows_of_each)
         if served < ranks:
             raise ContextError(
                 f"{_WHAT}: {name} has too few rows for the ranks along {axis!r}",
-                found=f"{part.weight.shape[0]} rows, {ranks} ranks: {rows_of_each} for each of {served}, and then none",
+                found=f"{outputs} rows, {ranks} ranks: {rows_of_each} for each of {served}, and then none",
                 expected="a row or more per rank",
                 fix="leave it out of the plan: it stays whole on every rank",
             )
+    fused: dict[str, tuple[FusedPart, ...]] = {}
+    for name, sizes in widths.items():
+        parent = module.get_submodule(name.rpartition(".")[0])
+        fused[name] = fused_parts(sizes, ranks, head_size(parent))
+        for place, part in enumerate(fused[name]):
+            _check_divides(f"projection {place} of {name}", part.width, axis, part.pieces, "features")
     for parent, columns, rows in _pairs(module, styles):
-        for name, count in _head_counts(parent, columns).items():
-            _check_divides(f"{name} of {_named(module, parent)}", count, axis, ranks, "heads")
-        for part in (*rows, *(columns if rows else ())):
-            width = part.in_features if part in rows else part.out_features
-            what = f"{'in' if part in rows else 'out'}_features of {_named(module, part)}"
-            _check_divides(what, width, axis, ranks, "features")
+        fused |= shared_heads(parent, columns, ranks)
+        shared = any(is_shared(fused[name], ranks) for name in columns if name in fused)
+        plain = {name: part for name, part in columns.items() if name not in fused}
+        for name, count in _head_counts(parent, plain.values()).items():
+            if not (shared and name in _KEY_HEADS and ranks % count == 0):
+                _check_divides(f"{name} of {_named(module, parent)}", count, axis, ranks, "heads")
+        for name, part in {**rows, **(plain if rows else {})}.items():
+            width = inputs_of(part) if name in rows else outputs_of(part)
+            _check_divides(f"{'in' if name in rows else 'out'}_features of {name}", width, axis, ranks, "features")
+    return fused
+
+
+def attributes_of(
+    module: nn.Module, styles: Styles, fused: Mapping[str, tuple[FusedPart, ...]], ranks: int
+) -> dict[str, dict[str, int]]:
+    """By the name of a part, its attributes that have other values where ranks share heads."""
+    found: dict[str, dict[str, int]] = {}
+    for parent, columns, _ in _pairs(module, styles):
+        whole = {name: (FusedPart(outputs_of(part), ranks),) for name, part in columns.items()}
+        parts = [part for name in columns for part in fused.get(name, whole[name])]
+        found[_named(module, parent)] = local_attributes(parent, parts, ranks)
+    return {name: values for name, values in found.items() if values}
 
 
 def _check_divides(what: str, count: int, axis: str, ranks: int, unit: str) -> None:
@@ -233,13 +280,13 @@ def _check_divides(what: str, count: int, axis: str, ranks: int, unit: str) -> N
         )
 
 
-def _pairs(module: nn.Module, styles: Styles) -> Iterator[tuple[nn.Module, list[Any], list[Any]]]:
-    """The modules that hold layers of the plan themselves, with those of style "column" and "row"."""
+def _pairs(module: nn.Module, styles: Styles) -> Iterator[tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Module]]]:
+    """The modules that hold layers of the plan themselves, with those of style "column" and "row" by name."""
     for parent in module.modules():
-        children = {id(child): child for child in parent.children()}
-        named = [(module.get_submodule(name), style) for name, style in styles.items() if isinstance(style, str)]
-        columns = [part for part, style in named if id(part) in children and style == "column"]
-        rows = [part for part, style in named if id(part) in children and style == "row"]
+        children = {id(child) for child in parent.children()}
+        named = {name: part for name in styles if id(part := module.get_submodule(name)) in children}
+        columns = {name: part for name, part in named.items() if styles[name] == "column"}
+        rows = {name: part for name, part in named.items() if styles[name] == "row"}
         if columns or rows:
             yield parent, columns, rows
 
@@ -247,21 +294,17 @@ def _pairs(module: nn.Module, styles: Styles) -> Iterator[tuple[nn.Module, list[
 def _head_counts(parent: nn.Module, columns: Iterable[Any]) -> dict[str, int]:
     config = getattr(parent, "config", None)
     places = (vars(parent), vars(config) if hasattr(config, "__dict__") else {})
-    found = {name: value for place in places for name, value in place.items() if name in _HEADS and _is_count(value)}
-    sizes = [value for name, value in vars(parent).items() if name in _HEAD_SIZES and _is_count(value)]
+    found = {name: value for place in places for name, value in place.items() if name in _HEADS and is_count(value)}
+    sizes = [value for name, value in vars(parent).items() if name in HEAD_SIZES and is_count(value)]
     if not sizes:  # an MLP may share the config of the attention
         found = {name: value for name, value in found.items() if name in vars(parent)}
     for size in sizes:
         for part in columns:
-            if part.out_features % size == 0:
+            if outputs_of(part) % size == 0:
                 found[f"out_features / {size}"] = min(
-                    part.out_features // size, found.get(f"out_features / {size}", 2**62)
+                    outputs_of(part) // size, found.get(f"out_features / {size}", 2**62)
                 )
     return found
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _named(module: nn.Module, part: nn.Module) -> str:

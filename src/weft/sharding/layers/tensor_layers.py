@@ -13,13 +13,15 @@ from weft.checks import check_module, check_not_lazy, check_torch
 from weft.context import DistContext
 from weft.contract import agree_on_parameters, check_quantized_weights, layouts, offered
 from weft.engines import Spmd
-from weft.engines.options import TensorOptions
+from weft.engines.options import FusedPart, TensorOptions
 from weft.engines.results import TensorParallel
 from weft.engines.torch.keyed_dropout.keyed import KeyedDropout
 from weft.errors import ContextError
 from weft.peers.ledger import Ledger
+from weft.sharding.layers.linear_layers import is_transposed
 from weft.sharding.layers.tensor_checks import (
     Styles,
+    attributes_of,
     check_hooks,
     check_sequence,
     check_sizes,
@@ -72,18 +74,21 @@ def cut_layers(
     packed = "weights in blocks that do not follow rows or columns"
     check_quantized_weights(_WHAT, module, {"4 bits": packed, "8 bits": packed, "torchao": packed})
     ranks = 1 if ctx.world_size == 1 else ctx.axis_size(axis)
-    styles = styles_of(module, tensor_plan(module) if plan == "auto" else plan)
+    styles, widths = styles_of(module, tensor_plan(module) if plan == "auto" else plan)
     check_ties(module, styles)
     later, on_meta = weights == "later", is_meta(module)
     check_weights(_WHAT, type(module).__name__, weights, on_meta=on_meta)
     check_optimizers(_WHAT, module, rebind)
+    fused: dict[str, tuple[FusedPart, ...]] = {}
     if ranks > 1:
-        check_sizes(module, styles, axis, ranks)
+        fused = check_sizes(module, styles, widths, axis, ranks)
         check_hooks(module, styles)
         if any(style == "vocab" and isinstance(module.get_submodule(n), nn.Embedding) for n, style in styles.items()):
             check_torch(f'{_WHAT}: "vocab"', "2.13", "DTensor loses the mask of an embedding that is cut by rows")
-    options = _options(module, styles, sequence=sequence)
+    attributes = attributes_of(module, styles, fused, ranks)
+    options = replace(_options(module, styles, sequence=sequence), fused=fused, attributes=attributes)
     facts = {**options.facts(), "axis": axis, "plan": {n: str(s) for n, s in styles.items()}, "later": later}
+    facts["fused"] = {name: list(sizes) for name, sizes in widths.items()}
     facts["rebind"] = groups_of(module, rebind)
     if ctx.world_size > 1:
         agree_on_parameters(_WHAT, module, ctx, facts)
@@ -141,6 +146,7 @@ def _options(module: nn.Module, styles: Styles, *, sequence: bool) -> TensorOpti
         gathers=gathered_once(module, styles, set(blocks)),
         blocks=tuple(blocks),
         inside=inside,
+        transposed=frozenset(name for name in styles if is_transposed(module.get_submodule(name))),
         summed=tuple(
             name for name, _ in module.named_parameters() if any(name.startswith(f"{part}.") for part in summed)
         ),

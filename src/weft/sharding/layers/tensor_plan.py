@@ -3,6 +3,8 @@
 [Note: styles] In the words of a plan:
 
     "column"     a Linear whose outputs are divided among the ranks
+    "column:3"   one that holds three projections of one width side by side, each of which is divided
+    "column:64,16,16"  one that holds projections of these widths
     "row"        a Linear whose inputs are; what the ranks compute is added up
     "gather"     as "column", and every rank gets all outputs: the head of a language model
     "vocab"      an Embedding, whose rows are divided; a head, whose logits stay divided, as a DTensor
@@ -25,6 +27,7 @@ from weft.checks import check_module
 from weft.contract.select_modules import fits_pattern
 from weft.errors import listed, value_error
 from weft.sharding.layers.adapter_layers import styles_inside
+from weft.sharding.layers.linear_layers import column_style, inputs_of, is_linear, outputs_of
 
 STYLES = ("column", "row", "sequence", "vocab", "replicate", "gather")
 
@@ -73,8 +76,10 @@ class TensorPlan(Mapping[str, str]):
 def tensor_plan(module: nn.Module) -> TensorPlan:
     """Read the plan of tensor parallelism that a model brings along, as models of transformers do.
 
-    For looking at, and for changing: `{**weft.tensor_plan(model), "lm_head": "vocab"}` is a plan for
-    `weft.tensor_parallel`. A part that nothing names stays whole on every rank.
+    Of a model without one in which a column layer holds several projections (GPT-2, ViT), it is read from the shapes of
+    the layers and the code of their `forward`. For looking at, and for changing:
+    `{**weft.tensor_plan(model), "lm_head": "vocab"}` is a plan for `weft.tensor_parallel`. A part that nothing names
+    stays whole on every rank.
 
     Changes: nothing. Collectives: none.
 
@@ -83,7 +88,8 @@ def tensor_plan(module: nn.Module) -> TensorPlan:
 
     Returns:
         Patterns of names with a style each: "column" and "row" for linear layers whose outputs and inputs are
-        divided, "gather" for a head whose outputs are divided and gathered, "vocab" for an embedding,
+        divided, "column:3" and "column:64,16,16" for those with several projections side by side, by their number or
+        their widths, "gather" for a head whose outputs are divided and gathered, "vocab" for an embedding,
         or for a head whose outputs stay divided, "replicate" for parts that stay whole between the two, "sequence"
         for parts that stay whole and may run on a part of the sequence. Its `left_out` has what cannot be
         translated, which stays whole.
@@ -102,16 +108,22 @@ def tensor_plan(module: nn.Module) -> TensorPlan:
     check_module("tensor_plan", module, fix="weft.tensor_plan(model)")
     styles: dict[str, str] = {}
     left_out: dict[str, str] = {}
-    for pattern, word in _own_plan(module).items():
+    own = _own_plan(module)
+    fused = _fused_in(module, own)
+    for pattern, word in own.items():
         parts = parts_of(module, pattern)
-        inside = [styles_inside(pattern, part, _WORDS[word]) for part in parts.values()] if word in _WORDS else []
-        if any(inside):
+        style = fused.get(pattern, _WORDS.get(word))
+        inside = [styles_inside(pattern, part, style) for part in parts.values()] if style is not None else []
+        if style is not None and any(inside):
             styles |= {name: style for one in inside for name, style in one.items()}
-            styles |= {name: _WORDS[word] for name, one in zip(parts, inside, strict=True) if not one}
-        elif word in _WORDS and any(_has_layer(part) for part in parts.values()):
-            styles[pattern] = _WORDS[word]
+            styles |= {name: style for name, one in zip(parts, inside, strict=True) if not one}
+        elif style is not None and any(_has_layer(part) for part in parts.values()):
+            styles[pattern] = style
         elif parts or any(fits_pattern(name, pattern) for name, _ in module.named_parameters()):
             left_out[pattern] = word
+    proposed = {} if own else _proposed(module)
+    if any(style.startswith("column:") for style in proposed.values()):
+        styles = proposed
     if not styles:
         words = f"; what it names cannot be translated: {listed(left_out)}" if left_out else ""
         raise value_error(
@@ -161,6 +173,26 @@ def _own_plan(module: nn.Module) -> dict[str, str]:
         if plan and not any(_inside(prefix, outer) for outer in found):
             found[prefix] = {f"{prefix}.{pattern}" if prefix else pattern: str(word) for pattern, word in plan.items()}
     return {pattern: word for plan in found.values() for pattern, word in plan.items()}
+
+
+def _fused_in(module: nn.Module, own: Mapping[str, str]) -> dict[str, str]:
+    """The styles of layers with several projections: transformers gathers what such a layer gives, and cuts it again.
+
+    A layer like this is the only one of its parent before the row that cuts.
+    """
+    found: dict[str, str] = {}
+    rows = {pattern for pattern, word in own.items() if word == "rowwise_split_input"}
+    gathered = [pattern for pattern, word in own.items() if word == "colwise_gather_output"]
+    for row in rows:
+        beside = [one for one in gathered if one.rpartition(".")[0] == row.rpartition(".")[0]]
+        names = parts_of(module, row)
+        if len(beside) != 1 or not names:
+            continue
+        prefix = next(iter(names)).rpartition(".")[0]
+        style = column_style(module.get_submodule(prefix), beside[0].rpartition(".")[2], next(iter(names.values())))
+        if style is not None and style != "column":
+            found |= {beside[0]: style, row: "row"}
+    return found
 
 
 def _embedding_of(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
@@ -226,16 +258,20 @@ def _proposed(module: nn.Module) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for prefix, part in module.named_modules():
-        layers = [(name, one) for name, one in part.named_children() if isinstance(one, nn.Linear)]
-        sizes = {(one.in_features, one.out_features) for _, one in layers}
+        children = list(part.named_children())
+        stacks = [place for place, (_, one) in enumerate(children) if isinstance(one, nn.ModuleList)]
+        # What stands before a list of blocks, and what after it, is no pair.
+        layers = [(name, one) for name, one in children[max(stacks, default=-1) + 1 :] if is_linear(one)]
+        sizes = {(inputs_of(one), outputs_of(one)) for _, one in layers}
         is_attention = len(layers) == 4 and len(sizes) == 1 and not isinstance(part, nn.Sequential)
         for place, (name, one) in list(enumerate(layers))[3 if is_attention else 0 :]:
-            before = [first for _, first in layers[:place] if first.in_features == one.out_features]
-            if before and any(first.out_features == one.in_features for first in before):
-                for other, first in layers[:place]:
-                    if first in before:
-                        found[pattern_of(module, f"{prefix}.{other}" if prefix else other)] = "column"
-                found[pattern_of(module, f"{prefix}.{name}" if prefix else name)] = "row"
+            before = [other for other, first in layers[:place] if inputs_of(first) == outputs_of(one)]
+            styles = {other: style for other in before if (style := column_style(part, other, one)) is not None}
+            if any(outputs_of(part.get_submodule(other)) == inputs_of(one) for other in styles):
+                styles |= dict.fromkeys(before, "column")
+            if styles:
+                styles[name] = "row"
+                found |= {pattern_of(module, f"{prefix}.{n}" if prefix else n): style for n, style in styles.items()}
                 break
     embeddings = {one.num_embeddings: name for name, one in module.named_modules() if isinstance(one, nn.Embedding)}
     for name, one in module.named_modules():

@@ -1,4 +1,7 @@
-"""What moves around the calls of parts: an argument that is gathered once, a sequence that is cut and joined."""
+"""What moves around the calls of parts: an argument that is gathered once, a sequence that is cut and joined.
+
+And what moves around layers that torch's styles do not know.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from typing_extensions import override
 
 from weft import torch_internals
 from weft.errors import value_error
@@ -66,6 +71,40 @@ def join_sequence(mesh: DeviceMesh) -> Callable[..., Any]:
         return (join(output[0]), *output[1:]) if isinstance(output, tuple) else join(output)
 
     return after
+
+
+class TransposedStyle(ParallelStyle):
+    """As `ColwiseParallel` or `RowwiseParallel`, for a layer whose weight is [inputs, outputs].
+
+    Args:
+        column: Whether the outputs are divided, or the inputs.
+        arrives: How the argument lies, if it is no DTensor.
+        leaves: How the outputs lie that are returned.
+    """
+
+    def __init__(self, *, column: bool, arrives: Placement, leaves: Placement) -> None:
+        super().__init__()
+        self._column = column
+        self._arrives = arrives
+        self._leaves = leaves
+
+    @override
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        bias = Shard(0) if self._column else Replicate()
+        takes = Replicate() if self._column else Shard(-1)
+
+        def cut(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
+            for own, p in list(part.named_parameters(recurse=False)):
+                placement = bias if p.dim() == 1 else Shard(1 if self._column else 0)
+                part.register_parameter(own, nn.Parameter(distribute_tensor(p, mesh, [placement], src_data_rank=None)))
+
+        def before(part: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            return (_moved(inputs[0], mesh, self._arrives, takes), *inputs[1:])
+
+        def after(part: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return _moved(output, mesh, self._leaves, self._leaves).to_local()
+
+        return distribute_module(module, device_mesh, cut, before, after)
 
 
 def _moved(x: Any, mesh: DeviceMesh, arrives: Placement, wanted: Placement) -> Any:

@@ -29,8 +29,10 @@ from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.engines.torch.hooks.function_transforms import refuse_torch_func
 from weft.engines.torch.hooks.method_hooks import attach
 from weft.engines.torch.parallel.between_blocks import BetweenBlocks
+from weft.engines.torch.parallel.fused_columns import FusedColumns, LocalSizes
 from weft.engines.torch.parallel.part_sums import PartSums
 from weft.engines.torch.parallel.tensor_hooks import (
+    TransposedStyle,
     added_hooks,
     cut_sequence,
     gather_argument,
@@ -46,7 +48,7 @@ from weft.engines.torch.parts.linear_loss import HeadReads
 from weft.engines.torch.parts.part_gradients import PartGradients
 from weft.engines.torch.parts.refuse_pickle import refuse_states
 from weft.engines.torch.probes.no_trace import is_measured
-from weft.engines.torch.probes.whole_unit import TensorUnits
+from weft.engines.torch.probes.whole_unit import TensorUnits, is_in, units_around
 from weft.engines.torch.reducing.strategy import Strategy
 from weft.errors import ContractError, listed
 from weft.tensors.blocks import unsharded_parameter
@@ -64,7 +66,12 @@ class TensorParallelModule(Strategy):
         self._ranks, self.mean_over = self.mean_over, 1  # gradients are added up, not averaged
         self._mesh = mesh
         before = hooks_of(module)
+        self._fused = {name: self._fused_columns(module, name, group, options) for name in options.fused}
         self._cut_layers(module, options)
+        for name, part in units_around(module, options.styles).items() if self._fused else ():
+            inside = [fused for one, fused in self._fused.items() if is_in(one, name)]
+            if inside:
+                attach(part, self._removable, around=LocalSizes(inside, mesh.size()), methods=["forward"])
         for name in options.gathers:
             arrives = Shard(1) if name in options.inside else Replicate()
             attach(module.get_submodule(name), self._removable, before=gather_argument(mesh, arrives))
@@ -119,13 +126,21 @@ class TensorParallelModule(Strategy):
                 options.make_real(part)
             torch_style = self._style_of(name, part, style, options)
             if torch_style is not None:
-                self._apply(part, torch_style)
+                self._apply(part, torch_style, self._fused.get(name))
         if options.make_real is not None:
             options.make_real(module)
         for (part, name), *others in ties.values():
             for other, own in others:
                 torch_internals.PARAMETERS.of(other)[own] = torch_internals.PARAMETERS.of(part)[name]
         del kept
+
+    def _fused_columns(
+        self, module: nn.Module, name: str, group: dist.ProcessGroup, options: TensorOptions
+    ) -> FusedColumns:
+        parent = name.rpartition(".")[0]
+        return FusedColumns(
+            options.fused[name], group, module.get_submodule(parent), options.attributes.get(parent, {})
+        )
 
     def _style_of(
         self, name: str, part: nn.Module, style: str | ParallelStyle, options: TensorOptions
@@ -136,6 +151,10 @@ class TensorParallelModule(Strategy):
         inside, gathered = name in options.inside, name.rpartition(".")[0] in options.gathers
         arrives = Shard(1) if inside and not gathered else Replicate()
         leaves = Shard(1) if inside else Replicate()
+        if name in options.transposed:
+            if style == "row":
+                return TransposedStyle(column=False, arrives=Shard(-1), leaves=leaves)
+            return TransposedStyle(column=True, arrives=arrives, leaves=Shard(-1) if style == "column" else leaves)
         if style == "column":
             return ColwiseParallel(input_layouts=arrives)
         if style == "gather":
@@ -146,10 +165,12 @@ class TensorParallelModule(Strategy):
             return ColwiseParallel(input_layouts=arrives, use_local_output=False)
         return RowwiseParallel(input_layouts=Replicate()) if style == "vocab" else None
 
-    def _apply(self, part: nn.Module, style: ParallelStyle) -> None:
+    def _apply(self, part: nn.Module, style: ParallelStyle, fused: FusedColumns | None) -> None:
         before = hooks_of(part)
         trained = {name: p.requires_grad for name, p in part.named_parameters()}
         parallelize_module(part, self._mesh, style, src_data_rank=None)
+        if fused is not None:
+            attach(part, self._removable, after=fused.exchange)
         run_first(before)
         for name, p in part.named_parameters():
             p.requires_grad_(trained[name])
@@ -160,6 +181,8 @@ class TensorParallelModule(Strategy):
         """Let the process group go; backward raises from now on."""
         super().release()
         self._gradients.release()
+        for fused in self._fused.values():
+            fused.release()
 
     @override
     def undo(self) -> None:

@@ -153,7 +153,8 @@ class Prober:
             self._rehearse(module, *copied((args, kwargs)))
             self._all_due = 0
         elif number and isinstance(self._probe, WatchingProbe) and torch.is_grad_enabled():
-            with self._probe.watching(self._refuse_use):
+            refuse = weakref.WeakMethod(self._refuse_use)  # the graph, which has it, may outlive the module
+            with self._probe.watching(lambda found: None if (alive := refuse()) is None else alive(found)):
                 return call(*args, **kwargs)
         return call(*args, **kwargs)
 
