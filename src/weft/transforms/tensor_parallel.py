@@ -96,9 +96,9 @@ def tensor_parallel(
             or the ranks pass different models or options.
         ContractError: With `sequence=True`, a part has no style. In a call, `ProbeFailed`: inputs differ between the
             ranks, or a part computes something else on its share, as with dropout that is not keyed, a view with a
-            fixed number of heads, or an output that is taken apart in another way; in a backward pass, a gradient comes to what each
-            rank has for itself, as to weights of its heads. In the first backward pass: gradients of whole parameters
-            differ.
+            fixed number of heads, or an output that is taken apart in another way; in a backward pass, a gradient comes
+            to what each rank has for itself, as to weights of its heads. In the first backward pass: gradients of whole
+            parameters differ.
         TypeError: `module` is not a module, the plan is no mapping, or a part is of a kind that its style cannot cut.
         ValueError: A pattern matches nothing, a style is unknown, a parameter has two; the model has no plan.
         PeerError: Another rank failed.
