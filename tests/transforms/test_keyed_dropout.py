@@ -1,6 +1,7 @@
 """keyed_dropout: a run with dropout is that of one process, on any mesh; its masks follow from the samples."""
 
 import copy
+import dataclasses
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import weft
 from tests.fix_lines.told import told
 from tests.variants import slow, slow_cases
+from weft.engines.torch.engine import TorchEngine
 from weft.keyed_random.philox import keep_mask, line_keys
 from weft.testing import run_ranks
 
@@ -101,6 +103,18 @@ class Torchs(nn.Module):
         torch.dropout_(x, 0.1, self.training)
         branch = x.new_empty(len(x), 1, 1).bernoulli_(0.8) if self.training else 1.0
         return self.head(self.drop(x.flatten(0, 1)).view_as(x) * branch)
+
+
+class MLP6(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 6), nn.Dropout(0.5), nn.GELU())
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiles(TorchEngine):
+    """An engine with the name of that of torch-xla."""
+
+    name: str = "xla"
 
 
 class Texts(Dataset):
@@ -443,6 +457,33 @@ def test_a_loader_that_knows_no_samples_is_refused():
         weft.keyed_dropout(nn.Dropout(), loader, ctx)
     names = error.run(loader=loader, ctx=ctx)
     weft.keyed_dropout(nn.Dropout(), names["loader"], names["ctx"])
+
+
+def test_a_seed_below_zero_is_refused():
+    loader, ctx = weft.shard_data(DataLoader(torch.ones(4, 2)), weft.local())
+    with told("transforms/keyed_dropout.py", "chosen, least=0") as error:
+        weft.keyed_dropout(nn.Dropout(), loader, ctx, seed=-1)
+    error.run(model=nn.Dropout(), loader=loader, ctx=ctx)
+
+
+def test_an_engine_that_compiles_every_step_is_refused():
+    loader, ctx = weft.shard_data(DataLoader(torch.ones(4, 2)), weft.local(engine=Compiles()))
+    with told("transforms/keyed_dropout.py", "not with torch-xla") as error:
+        weft.keyed_dropout(nn.Dropout(), loader, ctx)
+    assert error.fix == 'weft.start(engine="torch")'
+
+
+def test_compiled_blocks_drop_the_same():
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model, loader, ctx = _alone(module=nn.Sequential(MLP6(), MLP6()))
+        if compiles:
+            model, ctx = weft.compile(model, ctx, backend="eager", blocks=MLP6)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's compiler looks at `.grad` where it resumes
+            found.append(torch.stack([model(x) for x in loader]))
+    torch.testing.assert_close(found[0], found[1])
 
 
 def test_rehearsal_draws_without_values():

@@ -20,13 +20,7 @@ M = TypeVar("M", bound=nn.Module)
 L = TypeVar("L", bound=DataLoader[Any])
 
 
-@transform(
-    phase=Phase.PREPARE,
-    changes=Part.FORWARD,
-    after={"shard_data"},
-    excludes={"compile", "place"},
-    collective=True,
-)
+@transform(phase=Phase.PREPARE, changes=Part.FORWARD, collective=True)
 def keyed_dropout(module: M, loader: L, ctx: DistContext, *, seed: int | None = None) -> tuple[M, L, DistContext]:
     """Let every dropout of `module` draw masks that follow from the samples, not from a random state.
 
@@ -40,7 +34,8 @@ def keyed_dropout(module: M, loader: L, ctx: DistContext, *, seed: int | None = 
     Rows are found by the tensors that the loader gives; where the model is called with others, it has to be called once
     per batch. On a CPU a mask takes about twice the time of torch's own. Attention with dropout is computed step by
     step, with memory for all its weights: torch's kernels draw by themselves. Evaluation is untouched, as are torch's
-    random states: what else the forward draws is not keyed, and a warning says so.
+    random states: what else the forward draws is not keyed, and a warning says so. A compiler leaves the parts that may
+    drop as they are.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox4x32-10).
 

@@ -84,7 +84,7 @@ class KeyedDropout:
         self._parts = [weakref.ref(part) for part in module.modules()]
         self._latest = latest
         self._key = key
-        self._mode = DropoutMode(self._mask)
+        self._mode = DropoutMode(self._masks)
         self._layers = DividedLayers()
         self._known: dict[tuple[str, int], int] = {}  # the dimension of the rows, by module and number of dimensions
         self._lines: tuple[RowKeys | None, dict[Any, tuple[torch.Tensor, torch.Tensor]]] = None, {}
@@ -102,6 +102,7 @@ class KeyedDropout:
         """Let dropout draw from torch's generators again."""
         self._removable.remove()
 
+    @torch_internals.untraced
     def _run(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the forward of a module."""
         self._running.append(name)
@@ -149,13 +150,17 @@ class KeyedDropout:
         self._layers = DividedLayers(rank, ranks)
         self._layers.follow(module, styles, removable)
 
-    def _mask(
+    def _masks(
         self, x: torch.Tensor, shape: tuple[int, ...], p: float, *, attention: AttentionPart | None = None
     ) -> torch.Tensor | None:
         """The next mask; see `Masks`."""
         if is_measured():  # a probe compares what is computed without dropout, and notes that there was some
             torch.native_dropout(x.detach().new_empty(0, dtype=torch.float32), p, train=True)
             return None
+        with torch_internals.without_functions():  # other modes around it are about what the model computes
+            return self._mask(x, shape, p, attention)
+
+    def _mask(self, x: torch.Tensor, shape: tuple[int, ...], p: float, attention: AttentionPart | None) -> torch.Tensor:
         forward, draw = self._next_draw(torch.initial_seed() - (attention is not None and attention.continues))
         assert forward.rows is not None
         dim, folded = self._rows_in(shape, forward, is_attention=attention is not None)
