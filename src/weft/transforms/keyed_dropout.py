@@ -67,7 +67,7 @@ def keyed_dropout(module: M, loader: L, ctx: DistContext, *, seed: int | None = 
         >>> loader, ctx = weft.shard_data(DataLoader(torch.ones(4, 3), batch_size=2), weft.local())
         >>> model, loader, ctx = weft.keyed_dropout(nn.Dropout(0.5), loader, ctx)
         >>> [model(x) for x in loader][0].tolist()
-        [[2.0, 0.0, 2.0], [2.0, 0.0, 2.0]]
+        [[2.0, 2.0, 0.0], [2.0, 0.0, 2.0]]
     """
     if not isinstance(loader, ShardedLoader):
         raise type_error(
