@@ -9,6 +9,7 @@ the length that it sees. So a mask is read as what is meant by it, causal or ful
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -106,7 +107,8 @@ class _Around:
         caught = _AttentionMode(self, self.ranks)
         attention.inside = True
         try:
-            with attention_caught(), caught:
+            # What is compiled has no masks: `keyed_dropout` leaves the parts that may drop out of it.
+            with contextlib.nullcontext() if torch.compiler.is_compiling() else attention_caught(), caught:
                 output = call(*args, **kwargs)
         finally:
             attention.inside = False
@@ -159,7 +161,7 @@ class _AttentionMode(TorchFunctionMode):
         del enable_gqa  # the numbers of heads say it
         at = self._at
         _check_shapes(at, query, key)
-        masks = keyed_masks()
+        masks = None if torch.compiler.is_compiling() else keyed_masks()
         if dropout_p and masks is None:
             raise _dropout_refused(at.name, dropout_p)
         causal = is_causal or _is_causal(at, attn_mask, query.shape[-2])
@@ -181,22 +183,25 @@ class _AttentionCall(NamedTuple):
     dropout: float
     masks: Masks | None
 
-    def compute(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        part: AttentionPart,
-        *,
-        mask: torch.Tensor | None = None,
-        causal: bool = False,
-    ) -> torch.Tensor:
-        """Some heads or queries, `part` of all of them."""
-        options: dict[str, Any] = {"is_causal": causal, "scale": self.scale}
-        options["enable_gqa"] = query.shape[1] != key.shape[1]
-        if self.dropout and self.masks is not None:
-            return attention(self.masks, query, key, value, mask, self.dropout, part=part, **options)
-        return F.scaled_dot_product_attention(query, key, value, mask, **options)
+
+def _compute(
+    call: _AttentionCall,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    part: AttentionPart | None,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> torch.Tensor:
+    """Some heads or queries, `part` of all of them."""
+    grouped = query.shape[1] != key.shape[1]
+    if call.masks is not None and call.dropout:
+        options: dict[str, Any] = {"is_causal": causal, "scale": call.scale, "enable_gqa": grouped, "part": part}
+        return attention(call.masks, query, key, value, mask, call.dropout, **options)
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=causal, scale=call.scale, enable_gqa=grouped
+    )
 
 
 def _attend_in_heads(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -210,8 +215,8 @@ def _attend_in_heads(call: _AttentionCall, query: torch.Tensor, key: torch.Tenso
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     query, key, value = parts_to_heads(call.ranks, query, key, value)
     heads = query.shape[1]
-    part = AttentionPart(call.ranks.rank * heads, n * heads)
-    output = call.compute(query, key, value, part, causal=call.causal)
+    part = None if call.masks is None else AttentionPart(call.ranks.rank * heads, n * heads)
+    output = _compute(call, query, key, value, part, causal=call.causal)
     return heads_to_parts(call.ranks, output)
 
 
@@ -225,7 +230,7 @@ def _attend_whole(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, 
     length = key.shape[-2]
     mine = chunks(length, ranks.number, ranks.rank, ranks.order)
     if not call.causal:
-        return call.compute(query, key, value, AttentionPart(queries=mine))
+        return _compute(call, query, key, value, None if call.masks is None else AttentionPart(queries=mine))
     outputs, done = [], 0
     for run in mine:
         mask = None
@@ -233,9 +238,9 @@ def _attend_whole(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, 
             at = torch.arange(run.start, run.stop, device=query.device)
             mask = at[:, None] >= torch.arange(run.stop, device=query.device)
         seen = key[..., : run.stop, :], value[..., : run.stop, :]
-        part = AttentionPart(queries=[run], continues=done > 0)
+        part = None if call.masks is None else AttentionPart(queries=[run], continues=done > 0)
         some = query[..., done : done + len(run), :]
-        outputs.append(call.compute(some, *seen, part, mask=mask, causal=mask is None))
+        outputs.append(_compute(call, some, *seen, part, mask=mask, causal=mask is None))
         done += len(run)
     return torch.cat(outputs, -2)
 
