@@ -81,6 +81,7 @@ def _nodes(value: Any) -> list[Any]:
 def _watch(
     begins: Collection[Any], taken: Iterable[Any], ends: Collection[Any], hooked: Collection[Any], refuse: Any
 ) -> None:
+    begins, taken, ends = ({*filter(_is_alive, nodes)} for nodes in (begins, taken, ends))
     parts = _between(taken, begins, ends)
     numbers = {node: number for number, node in enumerate(parts)}
     given: _Given = {}  # nothing here may hold a node, which would hold it in C++
@@ -91,6 +92,14 @@ def _watch(
     for node, number in numbers.items():
         if node not in hooked:
             node.register_prehook(partial(_arrive, given, number, refuse))
+
+
+def _is_alive(node: Any) -> bool:
+    """Whether the graph of a node is there: one of an `autograd.Function` does not hold it, and forward may drop it."""
+    try:
+        return bool(node.next_functions)
+    except RuntimeError:
+        return False
 
 
 def _give(given: _Given, keys: Sequence[tuple[int, int] | None], gradients: Sequence[Any], _: object) -> None:
