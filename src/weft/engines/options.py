@@ -192,7 +192,7 @@ class TensorOptions(StrategyOptions):
         attributes: Of parts whose attributes have other values while a rank computes its share, these values.
         transposed: Layers whose weight is [inputs, outputs].
         make_real: Called with a part before it is cut, if the module is on meta.
-        told: Called with (module, styles, rank, ranks, what to undo) when the layers are cut.
+        told: Called with (module, styles, rank, ranks, what to undo, sequence=) when the layers are cut.
     """
 
     styles: Mapping[str, Any] = field(default_factory=dict, compare=False)

@@ -22,11 +22,13 @@ class DividedLayers:
     Attributes:
         rank: Of this process along the axis.
         ranks: How many there are.
+        sequence: Whether sequences are divided between the layers.
     """
 
-    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 1, *, sequence: bool = False) -> None:
         self.rank = rank
         self.ranks = ranks
+        self.sequence = sequence
         self._widths: dict[str, set[int]] = {}  # by the parts whose activations are divided at this moment
 
     def follow(self, module: nn.Module, styles: Mapping[str, object], removable: Removable) -> None:

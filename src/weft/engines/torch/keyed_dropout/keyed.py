@@ -144,10 +144,17 @@ class KeyedDropout:
             generator.set_state(before)
 
     def divide(
-        self, module: nn.Module, styles: Mapping[str, object], rank: int, ranks: int, removable: Removable
+        self,
+        module: nn.Module,
+        styles: Mapping[str, object],
+        rank: int,
+        ranks: int,
+        removable: Removable,
+        *,
+        sequence: bool,
     ) -> None:
         """The layers of the module are divided over ranks from now on; see `DividedLayers`."""
-        self._layers = DividedLayers(rank, ranks)
+        self._layers = DividedLayers(rank, ranks, sequence=sequence)
         self._layers.follow(module, styles, removable)
 
     def _masks(
@@ -189,7 +196,7 @@ class KeyedDropout:
     def _elements(self, sizes: Sequence[int], forward: _Forward) -> list[Runs]:
         """Where the elements lie in each dimension but that of the rows, of which the first one may be a sequence."""
         layers, found = self._layers, list[Runs]([range(size)] for size in sizes)
-        if (forward.part is not None or layers.ranks > 1) and (len(sizes) > 1 or sizes[0] in forward.lengths):
+        if (forward.part is not None or layers.sequence) and (len(sizes) > 1 or sizes[0] in forward.lengths):
             found[0] = self._sequence(sizes[0], forward)
         widths = layers.widths_at(self._running[-1])
         if widths and sizes[-1] not in widths:
@@ -213,7 +220,9 @@ class KeyedDropout:
             runs = [range(length)] if part is None else chunks(length * part.ranks, part.ranks, part.rank, part.order)
             if size == length:
                 return runs
-            if size * layers.ranks == length:  # between blocks, whose sequence is divided over the ranks of the layers
+            if (
+                layers.sequence and size * layers.ranks == length
+            ):  # between blocks, whose sequence is divided over the ranks of the layers
                 starts = itertools.accumulate((len(run) for run in runs), initial=-layers.rank * size)
                 found = [run[max(-at, 0) : max(size - at, 0)] for run, at in zip(runs, starts, strict=False)]
                 return [run for run in found if run]

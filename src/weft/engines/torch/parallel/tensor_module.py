@@ -82,7 +82,8 @@ class TensorParallelModule(Strategy):
         for name in ("", *options.styles):  # parts may be called past the module
             attach(module.get_submodule(name), self._removable, after=_hook_outputs(_refuse_graph))
         for tell in options.told:
-            tell(module, options.styles, mesh.get_local_rank(), mesh.size(), self._removable)
+            sequence = bool(options.blocks)
+            tell(module, options.styles, mesh.get_local_rank(), mesh.size(), self._removable, sequence=sequence)
         self._units = TensorUnits(module, mesh, group, options, added_hooks(before))
         self.probes: tuple[Probe, ...] = (self._units,)
         if options.blocks:
