@@ -264,6 +264,36 @@ def test_undo_leaves_nothing_behind():
         assert apart < 1e-12 and difference_of_weights == 0 and after == 0
 
 
+def on_meta(ctx, attention, source):
+    with torch.device("meta"):
+        module = Net(attention).double()
+    module, ctx = weft.tensor_parallel(module, ctx, plan=dict(weft.tensor_plan(module)), weights=source)
+    optimizer = optimizer_of(module)
+    steps_of(module, optimizer, range(4), ctx)
+    with weft.full_params(module, ctx):
+        return {name: whole(p) for name, p in module.named_parameters()}
+
+
+def rebound(ctx, attention):
+    module = model(attention)
+    optimizer = optimizer_of(module)
+    steps_of(module, optimizer, range(2))
+    plan = dict(weft.tensor_plan(module))
+    module, ctx = weft.tensor_parallel(module, ctx, plan=plan, rebind=optimizer)
+    steps_of(module, optimizer, range(2, 4), ctx)
+    with weft.full_params(module, ctx):
+        return {name: whole(p) for name, p in module.named_parameters()}
+
+
+def test_a_module_on_meta_and_an_optimizer_with_state():
+    expected, source = reference(shared_by_all, 4), dict(model(shared_by_all).state_dict())
+    for found in (
+        *run_ranks(on_meta, 2, shared_by_all, source, mesh={"tensor": 2}),
+        *run_ranks(rebound, 2, shared_by_all, mesh={"tensor": 2}),
+    ):
+        assert difference(expected, found) < 1e-10
+
+
 # -- refusals ----------------------------------------------------------------------------------------
 
 
