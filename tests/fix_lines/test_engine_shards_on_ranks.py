@@ -288,20 +288,6 @@ def _parts(ctx):
     plain(batch).sum().backward()
     torch.testing.assert_close(model.head.bias.grad.to_local(), plain.head.bias.grad)
 
-    def in_parts(policy):
-        model, here = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), ctx
-        if isinstance(policy, str):
-            model, here = weft.with_precision(model, here, policy)
-        else:
-            names = policy.run(model=model, ctx=here)
-            model, here = names["model"], names["ctx"]
-        model, here = weft.tensor_parallel(model, here, plan={"0": "column", "1": "row"})
-        model(torch.ones(2, 16)).sum().backward()
-
-    with told("engines/torch/amp/fp8_linear.py", "needs the whole weight") as it:
-        in_parts("fp8")
-    in_parts(it)
-
 
 def test_layers_in_parts():
     run_ranks(_parts, 2, mesh={"tensor": 2})

@@ -1,6 +1,7 @@
 """with_precision(..., "fp8"): linear layers that multiply 8-bit numbers, alike at any number of ranks."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -115,11 +116,59 @@ def test_with_recomputation_and_a_frozen_weight():
     assert model[0].weight.grad is None and model[3].weight.grad is not None
 
 
-def _cut(ctx):
-    model, here = weft.with_precision(_net(), ctx, "fp8")
-    model, here = weft.tensor_parallel(model, here, plan={"0": "column", "3": "row"})
-    with pytest.raises(weft.errors.ContractError, match=r"(?s)found:    a weight of shape.*fix: .*\"bf16\""):
-        model(_data(0)[0])
+class _Block(nn.Module):
+    """Rows of both products are divided in one of these layers: of the first in backward, of the second in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def _divided(ctx, strategy=None, sequence=False, compiled=False):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(_Block(), _Block()), nn.Linear(32, 16, bias=False))
+    model, ctx = weft.with_precision(model, ctx, "fp8")
+    if "tensor" in dict(ctx.axes):
+        plan = {"1.*.up": "column", "1.*.down": "row", "1.*.norm": "sequence", "2": "gather"}
+        model, ctx = weft.tensor_parallel(model, ctx, plan=plan, sequence=sequence)
+    if strategy is not None:
+        model, ctx = getattr(weft, strategy)(model, ctx)
+    if compiled:
+        model, ctx = weft.compile(model, ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        x, y = (t.view(4, 8, -1).chunk(ctx.data_size)[ctx.data_rank] for t in _data(step))
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with weft.full_params(model, ctx):
+        return [getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"tensor": 2}, {}),
+        *(
+            pytest.param(mesh, options, marks=pytest.mark.slow)
+            for mesh, options in (
+                ({"tensor": 2}, {"sequence": True}),
+                ({"tensor": 4}, {}),
+                ({"tensor": 2}, {"compiled": True}),
+                ({"data": 2, "tensor": 2}, {"strategy": "fully_shard", "sequence": True}),
+                ({"data": 2, "tensor": 2}, {"strategy": "replicate"}),
+            )
+        ),
+    ],
+)
+def test_layers_that_are_divided_have_the_scales_of_one_process(mesh, options):
+    alone = _divided(weft.local())
+    for found in run_ranks(_divided, math.prod(mesh.values()), mesh=mesh, **options):
+        assert largest_difference(found, alone) < 1e-6
 
 
 def test_what_fp8_cannot_do_is_refused():
@@ -127,4 +176,3 @@ def test_what_fp8_cannot_do_is_refused():
         weft.with_precision(nn.Linear(3, 5), weft.local(), "fp8")
     with pytest.raises(ValueError, match=r"(?s)found:    matmul=torch.float16.*fix: .*float8_e4m3fn"):
         weft.Precision(matmul=torch.float16)
-    run_ranks(_cut, 2, mesh={"tensor": 2})
