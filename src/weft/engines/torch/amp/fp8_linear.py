@@ -77,9 +77,8 @@ def _divided_linear(layer: Any, input: Any) -> Any:
     mesh, (placement,) = weight.device_mesh, weight.placements
     by_outputs, by_inputs = placement.is_shard(0), placement.is_shard(1)
     last = Shard(input.dim() - 1)
-    takes, gives = (last if by_inputs else Replicate()), (last if by_outputs else Replicate())
-    if by_inputs:
-        gives = Partial()
+    takes = last if by_inputs else Replicate()
+    gives = Partial() if by_inputs else last if by_outputs else Replicate()
     as_one = input if is_sharded(input) else as_dtensor(input, mesh, [takes])
     rows = as_one.redistribute(placements=[takes]).to_local(grad_placements=[Partial() if by_outputs else takes])
     group = mesh.get_group()
