@@ -172,6 +172,23 @@ def test_generated_tokens_are_those_of_one_process(kind):
     assert all(run_ranks(generated, 2, kind, mesh={"tensor": 2}))
 
 
+def save_pretrained(ctx, kind, folder):
+    module = model(kind)
+    module, ctx = weft.tensor_parallel(module, ctx)
+    with weft.full_params(module, ctx):
+        module.save_pretrained(folder)
+    return list(dict(module.named_parameters()))
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Phi3"])
+def test_save_pretrained_writes_what_one_process_writes(kind, tmp_path):
+    names, _ = run_ranks(save_pretrained, 2, kind, tmp_path, mesh={"tensor": 2})
+    expected = model(kind)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert names == list(dict(expected.named_parameters())) == list(dict(found.named_parameters()))
+    assert all(torch.equal(p, found.get_parameter(name)) for name, p in expected.named_parameters())
+
+
 def test_a_model_without_a_plan_is_given_a_proposal():
     config = transformers.BertConfig(
         hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9, intermediate_size=24
