@@ -21,6 +21,13 @@ SIZES = {
 
 def _model(kind, **more):
     torch.manual_seed(0)
+    name, _, tied = kind.partition(" ")
+    if tied:
+        return _model(name, tie_word_embeddings=True, **more)
+    if kind == "gpt2":
+        sizes = {"n_embd": 16, "n_layer": 4, "n_head": 4, "vocab_size": 67, "n_positions": 32}
+        sizes |= {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0, "bos_token_id": 66, "eos_token_id": 66}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **more)).double()
     if kind == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **more)).double()
     if kind == "qwen":  # norms of queries and keys, whose gradients are sums over the ranks of a tensor axis
@@ -58,30 +65,31 @@ def _fit(model, call, ctx, steps=10):
     )
 
 
-def _trained(ctx, kind, strategy):
+def _trained(ctx, kind, strategy, sequence=False):
     model = _model(kind)
     if "tensor" in dict(ctx.axes):
-        cut, inner = weft.tensor_parallel(_model(kind), ctx, sequence=True)
-        with pytest.raises(weft.errors.ContractError, match="the sequence is sharded between the layers"):
-            weft.pipeline(cut, inner, loss=_loss)
-        model, ctx = weft.tensor_parallel(model, ctx)
+        model, ctx = weft.tensor_parallel(model, ctx, sequence=sequence)
     model, ctx = weft.pipeline(model, ctx, loss=_loss, micro_batches=ctx.axis_size("pipeline"))
     if strategy:
-        model, ctx = weft.fully_shard(model, ctx, units="model.layers.*")
+        model, ctx = weft.fully_shard(model, ctx, units=["model.layers.*", "model.embed_tokens", "lm_head"])
 
     def call(x, y):
         rows = slice(2 * ctx.coordinates["data"], 2 * ctx.coordinates["data"] + 2) if strategy else slice(None)
         return model(x[rows], y[rows])
 
-    return _fit(model, call, ctx)
+    return _fit(model, call, ctx, steps=4 if sequence else 10)
 
 
 @pytest.mark.parametrize(
     ("mesh", "kind"),
     [
-        ({"pipeline": 2}, "llama"),
+        ({"pipeline": 2}, "llama tied"),
+        ({"pipeline": 2}, "gpt2 tied"),
+        pytest.param({"pipeline": 2}, "llama", marks=pytest.mark.slow),
         ({"pipeline": 2}, "mixtral"),
-        pytest.param({"pipeline": 4}, "llama", marks=pytest.mark.slow),
+        pytest.param({"pipeline": 4}, "qwen tied", marks=pytest.mark.slow),
+        pytest.param({"data": 2, "pipeline": 2}, "qwen tied", marks=pytest.mark.slow),
+        pytest.param({"pipeline": 2, "tensor": 2}, "qwen tied", marks=pytest.mark.slow),
         pytest.param({"data": 2, "pipeline": 2}, "mixtral", marks=pytest.mark.slow),
         pytest.param({"pipeline": 2, "tensor": 2}, "mixtral", marks=pytest.mark.slow),
         ({"pipeline": 2, "tensor": 2}, "qwen"),
@@ -93,13 +101,26 @@ def test_ten_steps_are_those_of_one_process(mesh, kind):
     numbers, parameters, logits = _fit(model, lambda x, y: _loss(model(x), y), weft.local())
     ranks = 4 if len(mesh) == 2 or mesh["pipeline"] == 4 else 2
     found = run_ranks(_trained, ranks, kind, "data" in mesh, mesh=mesh)
-    together = {name: value for one in found for name, value in one[1].items()}
-    assert max((together[name] - value).abs().max().item() for name, value in parameters.items()) < 1e-12
+    assert {name for _, own, _ in found for name in own} == set(parameters)
+    assert all((value - parameters[n]).abs().max() < 1e-12 for _, own, _ in found for n, value in own.items())
     for told, _, given in found:
         assert (given - logits).abs().max() < 1e-12
         assert max(abs(norm - expected) for (_, norm), (_, expected) in zip(told, numbers, strict=True)) < 1e-12
     for step, (loss, _) in enumerate(numbers):
         assert abs(sum(told[step][0] for told, _, _ in found) / len(found) - loss) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["qwen tied", pytest.param("llama", marks=pytest.mark.slow)])
+def test_parts_of_sequences_go_from_stage_to_stage(kind):
+    model = _model(kind)
+    numbers, parameters, logits = _fit(model, lambda x, y: _loss(model(x), y), weft.local(), steps=4)
+    mesh = {"pipeline": 2, "tensor": 2}
+    for told, own, given in run_ranks(_trained, 4, kind, None, True, mesh=mesh):
+        assert all((value - parameters[name]).abs().max() < 1e-12 for name, value in own.items())
+        assert (given - logits).abs().max() < 1e-12
+        for (loss, norm), (expected, wanted) in zip(told, numbers, strict=False):
+            assert abs(loss - expected) < 1e-12
+            assert abs(norm - wanted) < 1e-12
 
 
 def _labelled(ctx):
@@ -163,14 +184,6 @@ def test_uneven_stages_generate_what_one_process_does():
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: _model("llama", tie_word_embeddings=True), r"embed_tokens.weight \(stage 0\) = lm_head.weight"),
-        (lambda: _model("mixtral", output_router_logits=True), "output_router_logits"),
-    ],
-    ids=["tied", "router"],
-)
-def test_what_one_process_would_compute_otherwise_is_refused(make, text):
-    with pytest.raises((ValueError, weft.errors.ContractError), match=text):
-        weft.pipeline(make(), fake(0, 2, mesh={"pipeline": 2}))
+def test_router_losses_are_refused():
+    with pytest.raises(ValueError, match="output_router_logits"):
+        weft.pipeline(_model("mixtral", output_router_logits=True), fake(0, 2, mesh={"pipeline": 2}))
