@@ -21,8 +21,8 @@ from weft.context.placement import check_place, check_ranks_send, place_module
 from weft.contract import EndsBackward, Phase, agree_on_parameters, offered, transform
 from weft.engines.options import PipelineOptions
 from weft.engines.torch.pipeline.batch_parts import check_flags
+from weft.engines.torch.pipeline.losses import SingleStage
 from weft.engines.torch.pipeline.schedules import check_schedule, owners, stages_per_rank
-from weft.engines.torch.pipeline.single_stage import SingleStage
 from weft.engines.torch.reducing.trained import is_reduced
 from weft.errors import AlreadyApplied, ContextError, ContractError, type_error
 from weft.peers.ledger import Ledger
@@ -72,10 +72,11 @@ def pipeline(
     names, without gradients; of weights that stages share, each of their ranks has a copy. Calls of its layers are
     routed. Names, class and keys stay.
     Collectives: here, one broadcast of all parameters along `axis`; per call and micro-batch, one message forward and
-    one back between neighbors, and one broadcast of the loss. The first call with inputs of new shapes also sends the
-    first micro-batch once more, to learn the shapes. Without gradients, one message forward per micro-batch, and a
-    broadcast of the outputs. The gradient of weights that stages share goes from each of their ranks to each other one. Probes send two micro-batches twice more, forward and back, in calls that are measured,
-    and in the first one the parameters of each layer once to all ranks along `axis`.
+    one back between neighbors, and one broadcast of the loss. The gradient of weights that stages share goes from each
+    of their ranks to each other one. The first call with inputs of new shapes also sends the first micro-batch once
+    more, to learn the shapes. Without gradients, one message forward per micro-batch, and a broadcast of the outputs.
+    Probes send two micro-batches twice more, forward and back, in calls that are measured, and in the first one the
+    parameters of each layer once to all ranks along `axis`.
 
     Args:
         module: Whose layers forward calls one after the other, each once; on the CPU, on `ctx.device` or on meta.

@@ -9,6 +9,7 @@ gradients in the backward pass that the user calls, and never those of a micro-b
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -35,10 +36,11 @@ from weft.engines.torch.pipeline.losses import (
     share_result,
     with_gradients,
 )
-from weft.engines.torch.pipeline.outputs import as_output, batch_output, form_of, join_rows, sendable
+from weft.engines.torch.pipeline.outputs import as_output, batch_output, form_of, join_rows, sendable, with_cache
 from weft.engines.torch.pipeline.row_probe import RowProbe, check_rows
 from weft.engines.torch.pipeline.schedules import make_schedule, owners
 from weft.engines.torch.pipeline.stage_borders import Borders
+from weft.engines.torch.pipeline.stage_cache import StageCache, asks_for_cache
 from weft.engines.torch.pipeline.stage_forward import StageForward
 from weft.engines.torch.pipeline.stage_parameters import (
     Aliases,
@@ -120,7 +122,7 @@ class PipelinedModule:
 
     def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_torch_func("pipeline", type(self._module).__name__)
-        check_flags(self._module, kwargs)
+        check_flags(self._module, kwargs, keeps_cache=not torch.is_grad_enabled())
         if self._broke_off:
             raise ContractError(
                 "pipeline: the model is called after a call that has raised between its stages",
@@ -297,8 +299,10 @@ class PipelinedModule:
     # -- without gradients -----------------------------------------------------------------------
 
     def _infer(self, call: Callable[..., Any], inputs: Inputs) -> Any:
-        """The forwards of all micro-batches; every rank gets what the last stage gives."""
-        batches = MicroBatches(inputs, self._options.micro_batches, exactly=False)
+        """The forwards of all micro-batches, or of a batch with a cache; every rank gets what the last stage gives."""
+        num_layers = sum(map(len, self._options.stages))
+        cache = StageCache(self._module, inputs, num_layers) if asks_for_cache(inputs) else None
+        batches = MicroBatches(inputs, self._options.micro_batches if cache is None else 1, exactly=False)
         count = num_items(self._module, call, inputs) if self._options.loss is None else None
         if count is not None:
             for part in (batches.whole, *batches.parts):
@@ -310,13 +314,18 @@ class PipelinedModule:
                 for part in [batches.together(range(2)), *batches.parts[2:]]:  # see `joined`
                     for stage in self.here:
                         received = self._borders.receive(None, stage)
-                        output = self._compute(None, stage, part, received)
+                        with contextlib.nullcontext() if cache is None else cache.in_stage():
+                            output = self._compute(None, stage, part, received)
                         if stage == self._last:
                             outputs.append(self._sendable(output, part, is_sum=count is not None))
                         else:
                             self._borders.send(None, stage, output)
                 self._borders.wait()
-                return as_output(self._share(batch_output(outputs) if outputs else None, self.owners[self._last]))
+                found = as_output(self._share(batch_output(outputs) if outputs else None, self.owners[self._last]))
+                if cache is not None:
+                    cache.end(self._group, self._device)
+                    found = with_cache(found, cache.cache)
+                return found
         except Exception as error:
             self._break_off(error)
             raise
