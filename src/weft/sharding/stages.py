@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -18,7 +18,7 @@ class PipelinePlan:
 
     Attributes:
         stages: For each stage the names of its layers, in the order in which forward calls them.
-        num_bytes: Bytes of parameters of each stage.
+        num_bytes: Bytes of parameters of each stage; those of tied weights in each stage that uses them.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -50,7 +50,7 @@ def plan_pipeline(module: nn.Module, n: int) -> PipelinePlan:
         The names of the layers of each stage, and their bytes. A parameter of `module` itself is in the first stage.
 
     Raises:
-        ContractError: There are fewer blocks than stages, or two stages would share a parameter.
+        ContractError: There are fewer blocks than stages.
         TypeError: Not a module.
         ValueError: `n` is not a number of stages.
 
@@ -82,9 +82,9 @@ def plan_of(what: str, module: nn.Module, stages: Sequence[Sequence[Any]] | Pipe
     """The plan for stages that were given: names of layers, the layers themselves, or names of parameters.
 
     Raises:
-        ContractError: Two stages share a parameter.
         TypeError: Something in it is neither a name nor a layer.
-        ValueError: The number of stages is not `n`, a name is unknown, or a parameter is in no stage or in several.
+        ValueError: The number of stages is not `n`, a name is unknown, a parameter is in no stage, or a layer in
+            several.
     """
     given = stages.stages if isinstance(stages, PipelinePlan) else stages
     names = {id(part): name for name, part in module.named_modules()}
@@ -99,31 +99,28 @@ def plan_of(what: str, module: nn.Module, stages: Sequence[Sequence[Any]] | Pipe
             fix=fix,
         )
     places = _places(module, found)
-    lost = [name for name, stages in places.items() if not stages]
-    twice = [f"{name} in {len(stages)}" for name, stages in places.items() if len(stages) > 1]
+    lost = [name for name, entries in places.items() if not entries]
+    twice = [f"{name} in {len(entries)}" for name, entries in places.items() if not _is_once(name, entries)]
     if lost or twice:
         raise value_error(
-            f"{what}: each parameter belongs to one stage",
+            f"{what}: each layer belongs to one stage",
             found=f"in no stage: {listed(lost) or 'none'}; in several: {listed(twice) or 'none'}",
             expected="stages that hold all layers with parameters, each once",
             fix=fix,
         )
-    _check_tied(what, module, {name: stages[0] for name, stages in places.items()})
+    plan = PipelinePlan(tuple(map(tuple, found)), ())
+    held: dict[int, set[int]] = {number: set() for number in range(n)}  # a tied one in each stage that uses it
     sizes = [0] * n
-    seen: set[int] = set()
-    for name, parameter in module.named_parameters():
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            sizes[places[name][0]] += parameter.nbytes
-    return PipelinePlan(tuple(map(tuple, found)), tuple(sizes))
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        for number in stages_of(plan, name):
+            sizes[number] += 0 if id(parameter) in held[number] else parameter.nbytes
+            held[number].add(id(parameter))
+    return replace(plan, num_bytes=tuple(sizes))
 
 
-def stage_of(plan: PipelinePlan, name: str) -> int | None:
-    """The stage that a parameter, buffer or layer belongs to; None for one of no stage."""
-    for number, layers in enumerate(plan.stages):
-        if any(_within(name, layer) for layer in layers):
-            return number
-    return None
+def stages_of(plan: PipelinePlan, name: str) -> list[int]:
+    """The stages that a parameter, buffer or layer belongs to under this name; several for a parameter named there."""
+    return [number for number, layers in enumerate(plan.stages) if any(_within(name, layer) for layer in layers)]
 
 
 # -- the chain ---------------------------------------------------------------------------------------
@@ -210,27 +207,15 @@ def _within(name: str, layer: str) -> bool:
     return name == layer or name.startswith(f"{layer}.")
 
 
-def _places(module: nn.Module, stages: Sequence[Sequence[str]]) -> dict[str, list[int]]:
-    """The stages that hold each parameter, by each of its names."""
+def _places(module: nn.Module, stages: Sequence[Sequence[str]]) -> dict[str, list[tuple[int, str]]]:
+    """The entries of stages that hold each parameter, by each of its names."""
     return {
-        name: [number for number, layers in enumerate(stages) for layer in layers if _within(name, layer)]
+        name: [(number, layer) for number, layers in enumerate(stages) for layer in layers if _within(name, layer)]
         for name, _ in module.named_parameters(remove_duplicate=False)
     }
 
 
-def _check_tied(what: str, module: nn.Module, places: Mapping[str, int]) -> None:
-    tied: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        tied.setdefault(id(parameter), []).append(name)
-    shared = [same for same in tied.values() if len({places[name] for name in same}) > 1]
-    if shared:
-        _raise_tied(what, shared, places)
-
-
-def _raise_tied(what: str, shared: Sequence[Sequence[str]], places: Mapping[str, int]) -> NoReturn:
-    raise ContractError(
-        f"{what}: tied weights would lie on several stages",
-        found=listed(" = ".join(f"{name} (stage {places[name]})" for name in same) for same in shared),
-        expected="a parameter on one stage: its gradient comes from one rank",
-        fix="config.tie_word_embeddings = False, with weights of their own, or stages=[...] that keep them together",
-    )
+def _is_once(name: str, entries: Sequence[tuple[int, str]]) -> bool:
+    """Whether one layer holds a parameter at most, besides other stages that name the parameter itself."""
+    numbers = [number for number, _ in entries]
+    return len(set(numbers)) == len(numbers) and sum(layer != name for _, layer in entries) <= 1

@@ -8,8 +8,9 @@ pass runs on aliases: parameters of their own that share memory with the module'
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +99,47 @@ def gather_units_once(module: nn.Module) -> Iterator[None]:
     finally:
         for state, was in zip(states, before, strict=True):
             training.set(state, was)
+
+
+class TiedGradients:
+    """The gradients of parameters that stages of several ranks use: what one process adds up in one backward pass.
+
+    Args:
+        ranks: Of the group: those that have a copy of a parameter, by its name.
+        group: The ranks of the pipeline.
+    """
+
+    def __init__(self, ranks: Mapping[str, Sequence[int]], group: dist.ProcessGroup) -> None:
+        mine = dist.get_rank(group)
+        self._ranks = {name: there for name, there in ranks.items() if mine in there}
+        self._mine = mine
+        self._group = group
+
+    def add_up(self, module: nn.Module) -> None:
+        """Let the parameters of a module have the sum of the gradients of all copies, with the same bits on each.
+
+        Collectives: for each parameter that is trained, a message from each of its ranks to each other one.
+        """
+        for name, ranks in self._ranks.items():
+            parameter = module.get_parameter(name)
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+            own = local(parameter.grad).contiguous()
+            found = {rank: own if rank == self._mine else torch.empty_like(own) for rank in ranks}
+            messages = [
+                dist.P2POp(dist.isend if is_ours else dist.irecv, tensor, group=self._group, group_peer=rank)
+                for rank in ranks
+                if rank != self._mine
+                for is_ours, tensor in ((True, own), (False, found[rank]))
+            ]
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
+            total = functools.reduce(torch.add, found.values())
+            local(parameter.grad).copy_(total)
 
 
 class WaitingGradients:
