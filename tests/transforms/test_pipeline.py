@@ -155,8 +155,14 @@ def test_every_schedule_computes_the_numbers_of_one_process(ranks, make):
         _check([one[schedule] for one in found], (numbers, _own(model)))
 
 
+VOCAB_PLAN = {"embed": "vocab", "head": "gather", "layers.*.up": "column", "layers.*.down": "row"}
+
+
 def _windows(ctx, strategy, steps, epochs, make=_net):
-    model, ctx = weft.pipeline(make(), ctx, loss=_loss, micro_batches=2)
+    model = make()
+    if "tensor" in dict(ctx.axes):
+        model, ctx = weft.tensor_parallel(model, ctx, plan=VOCAB_PLAN)
+    model, ctx = weft.pipeline(model, ctx, loss=_loss, micro_batches=2)
     optimizer = None
     if isinstance(strategy, int):
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -172,6 +178,10 @@ def _windows(ctx, strategy, steps, epochs, make=_net):
 @pytest.mark.parametrize("make", [_net, _tied])
 def test_windows_with_a_short_last_one_and_clipping(make):
     _check(run_ranks(_windows, 2, None, 3, 5, make, mesh={"pipeline": 2}), _reference(3, 5, make))
+
+
+def test_copies_that_are_divided_have_one_gradient():
+    _check(run_ranks(_windows, 4, None, 3, 2, _tied, mesh={"pipeline": 2, "tensor": 2}), _reference(3, 2, _tied))
 
 
 @pytest.mark.slow

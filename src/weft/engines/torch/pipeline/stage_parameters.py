@@ -128,6 +128,8 @@ class TiedGradients:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
+            if is_sharded(parameter) and is_sharded(parameter.grad):  # torch leaves that of an embedding whole
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
             own = local(parameter.grad).contiguous()
             found = {rank: own if rank == self._mine else torch.empty_like(own) for rank in ranks}
             messages = [
