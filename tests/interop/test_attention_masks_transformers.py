@@ -108,7 +108,11 @@ def _differences(found, expected):
                 (kind, layout, ranks, method, order)
                 for kind, layouts in {"llama": ("packed", "left", "right"), "qwen2": ("packed", "left")}.items()
                 for layout in layouts
-                for ranks, method, order in ((2, "gather", "contiguous"), (4, "heads", "zigzag"), (4, "gather", "zigzag"))
+                for ranks, method, order in (
+                    (2, "gather", "contiguous"),
+                    (4, "heads", "zigzag"),
+                    (4, "gather", "zigzag"),
+                )
             ),
             ("bert", "right", 4, "gather", "zigzag"),
             ("mistral", "left", 4, "heads", "contiguous"),

@@ -1,7 +1,5 @@
 """What the package says about objects of other libraries is followed, as `tests/fix_lines` follows the rest."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -30,6 +28,7 @@ def _qwen(**options):
 def _transformers_mistakes(ctx):
     ids = torch.arange(32).view(2, 16)
     batch = {"input_ids": ids, "labels": ids}
+
     class Around(transformers.Qwen2Model):
         def forward(self, *args, **kwargs):
             return super().forward(*args, **kwargs)

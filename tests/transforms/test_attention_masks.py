@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader
 
 import weft
 from tests.variants import slow_cases
-from weft.errors import ContractError
 from weft.testing import run_ranks
 
 WORDS, LENGTH, WIDTH, WINDOW, STEPS = 31, 16, 16, 4, 4
@@ -28,7 +27,9 @@ class Attention(nn.Module):
     def forward(self, x, mask):
         q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
         p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None, enable_gqa=True)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None, enable_gqa=True
+        )
         return self.out(y.transpose(1, 2).flatten(2))
 
 

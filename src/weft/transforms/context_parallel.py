@@ -66,8 +66,8 @@ def context_parallel(
     Collectives: none here. Per attention and forward pass, "heads": one all-to-all of queries, keys and values, and
     one of the outputs; "gather": one all-gather of keys and values. As many in backward (a reduce-scatter for the
     all-gather). Those in blocks of `recompute` are made again. In each forward of a model of transformers, one
-    all-gather of positions and one of an attention mask per kind of mask; those of parts, [..., part, length] by "heads"
-    or [..., 1, part], in each attention.
+    all-gather of positions and one of an attention mask, for each kind of mask. In each attention, one of a mask
+    [..., part, length] by "heads", or [..., 1, part].
 
     Args:
         module: Attends with `F.scaled_dot_product_attention`, causally, fully, or with a mask of whole sequences
@@ -90,9 +90,9 @@ def context_parallel(
         AlreadyApplied: It was applied before.
         OrderError: After a strategy or `compile`; or a block of `recompute` is an attention module itself.
         ContractError: Attention that cannot be caught. In a call: inputs or positions that are not this rank's part,
-            a mask of this part that is neither causal nor full, dropout of weights that is not keyed, heads that do not divide; or
-            `ProbeFailed`: something else depends on several places, as positions that the model numbers itself. In
-            the first step of an optimizer: no strategy averages gradients over `axis`.
+            a mask of this part that is neither causal nor full, dropout of weights that is not keyed, heads that do
+            not divide; or `ProbeFailed`: something else depends on several places, as positions that the model
+            numbers itself. In the first step of an optimizer: no strategy averages gradients over `axis`.
         ContextError: There is no such axis, it is a data axis, or the ranks pass different models or options.
         ValueError: An option is unknown, or one process drives several devices.
         PeerError: Another rank failed.

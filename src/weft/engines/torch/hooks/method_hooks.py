@@ -96,7 +96,9 @@ def with_names(call: Callable[..., Any], names: Mapping[str, object]) -> Callabl
         renamed = types.CellType(with_names(inner, names))
         cells = tuple(renamed if cell.cell_contents is inner else cell for cell in cells or ())
     defaults = function.__defaults__
-    copied = types.FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, defaults, cells)
+    copied = types.FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, defaults, cells
+    )
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
 

@@ -19,7 +19,6 @@ from weft.engines.torch.parallel.exchange import Exchange, exchanged
 from weft.tensors.messages import gathered
 from weft.tensors.sequence_order import Order, SequencePart, places, rank_order, sequence_order
 
-
 Method = Literal["heads", "gather"]
 
 

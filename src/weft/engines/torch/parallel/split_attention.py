@@ -41,6 +41,7 @@ from weft.errors import ContextError, ContractError
 from weft.tensors.nested import tensors
 from weft.tensors.sequence_order import chunks
 
+
 class SplitAttention:
     """Attention modules that compute over the sequences of all ranks.
 
