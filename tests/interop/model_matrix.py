@@ -1,0 +1,343 @@
+"""Models of transformers × meshes: each trains as in one process, or an error says why not.
+
+The table in docs/parallelism.md is made here: `python -m tests.interop.model_matrix` runs it all and rewrites the table.
+"""
+
+import argparse
+import contextlib
+import pathlib
+import re
+import sys
+import time
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
+
+import weft
+from weft.testing import run_ranks
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "parallelism.md"
+BEGIN, END = "<!-- models: begin -->\n", "<!-- models: end -->\n"
+WORDS, LENGTH, SAMPLES, BATCH, EPOCHS = 33, 8, 20, 8, 2  # windows of 16 and of 4 samples: four steps
+TOLERANCE = 1e-10
+
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attention_dropout": 0.1,
+    "attn_implementation": "sdpa",
+    "use_cache": False,
+    "pad_token_id": None,
+}
+FEW = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+DROPS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "attn_implementation": "sdpa"}
+EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}  # the other implementations have no float64
+
+
+class Model(NamedTuple):
+    """A model by its class and config, its blocks for `recompute`, and what is frozen in it."""
+
+    kind: str
+    config: str
+    options: dict
+    blocks: str
+    frozen: str
+    inputs: str = "words"
+
+
+MODELS = {
+    "GPT-2": Model(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LENGTH, "use_cache": False}
+        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+        | {"attn_implementation": "sdpa", "bos_token_id": 0, "eos_token_id": 0},
+        "transformer.h.*",
+        "transformer.h.0.mlp.",
+    ),
+    "Llama 3": Model("LlamaForCausalLM", "LlamaConfig", SIZES, "model.layers.*", "model.layers.0.mlp."),
+    "Qwen3": Model(
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        {**SIZES, "head_dim": 8, "tie_word_embeddings": True},
+        "model.layers.*",
+        "model.layers.0.mlp.",
+    ),
+    "Qwen3-MoE": Model(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**SIZES, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+        "model.layers.*",
+        "model.layers.0.self_attn.",
+    ),
+    "Mixtral": Model(
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**SIZES, **EXPERTS, "num_local_experts": 4},
+        "model.layers.*",
+        "model.layers.0.self_attn.",
+    ),
+    "Gemma 3": Model(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**SIZES, "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        "model.layers.*",
+        "model.layers.0.mlp.",
+    ),
+    "Phi-3": Model(
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {**SIZES, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+        "model.layers.*",
+        "model.layers.0.mlp.",
+    ),
+    "DeepSeek-V3": Model(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {**SIZES, **EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2}
+        | {"topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "q_lora_rank": 16}
+        | {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
+        "model.layers.*",
+        "model.layers.0.mlp.",
+    ),
+    "BERT": Model(
+        "BertForMaskedLM",
+        "BertConfig",
+        {**FEW, **DROPS, "vocab_size": WORDS, "max_position_embeddings": LENGTH},
+        "bert.encoder.layer.*",
+        "bert.encoder.layer.0.intermediate.",
+    ),
+    "ViT": Model(
+        "ViTForImageClassification",
+        "ViTConfig",
+        {**FEW, **DROPS, "image_size": 12, "patch_size": 4, "num_channels": 1, "num_labels": 5},
+        "vit.layers.*",
+        "vit.layers.0.mlp.",
+        "image",
+    ),
+    "T5": Model(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"vocab_size": WORDS, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "use_cache": False}
+        | {"dropout_rate": 0.1, "decoder_start_token_id": 0, "relative_attention_num_buckets": 8},
+        r"*.block.*",
+        "encoder.block.0.layer.1.",
+        "both",
+    ),
+}
+
+MESHES = {
+    "tensor 2": {"tensor": 2},
+    "tensor 4": {"tensor": 4},
+    "context 2": {"context": 2},
+    "pipeline 2": {"pipeline": 2},
+    "expert 2": {"expert": 2},
+    "shard 2 × tensor 2": {"shard": 2, "tensor": 2},
+    "pipeline 2 × shard 2": {"pipeline": 2, "shard": 2},
+    "pipeline 2 × tensor 2, sequence": {"pipeline": 2, "tensor": 2},
+}
+
+
+class _InFloat64(TorchFunctionMode):
+    """What a part would compute in float32 is computed in float64, so that nothing is rounded on the way."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.Tensor.float:
+            return args[0].double()
+        args = [torch.float64 if one is torch.float32 else one for one in args]
+        return function(*args, **{n: torch.float64 if one is torch.float32 else one for n, one in kwargs.items()})
+
+
+def _in_float64(part):
+    kind = type(part)
+
+    def forward(self, *args, **kwargs):
+        with _InFloat64():
+            return kind.forward(self, *args, **kwargs)
+
+    forward.__wrapped__ = kind.forward
+    part.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+
+def build(name):
+    """The model in float64, always with the same weights."""
+    import transformers  # noqa: PLC0415  (seconds)
+
+    transformers.logging.set_verbosity_error()
+    model = MODELS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = getattr(transformers, model.config)(**model.options)
+        module = getattr(transformers, model.kind)(config).double()
+        for each in module.parameters():  # no biases of 0 and norms of 1
+            each.data += 0.02 * torch.randn_like(each)
+    for part in module.modules():
+        if type(part).__name__.endswith(("RMSNorm", "Router", "T5LayerNorm")):
+            _in_float64(part)
+    for own, p in module.named_parameters():
+        p.requires_grad_(not own.startswith(model.frozen))
+    return module.train()
+
+
+def samples(name):
+    """A list of samples: the inputs of the model by name, and the targets of the loss as "y"."""
+    draw = torch.Generator().manual_seed(1)
+    words = torch.randint(0, WORDS, (SAMPLES, 2, LENGTH + 1), generator=draw)
+    if MODELS[name].inputs == "image":
+        images = torch.randn(SAMPLES, 1, 12, 12, generator=draw, dtype=torch.float64)
+        return [{"pixel_values": x, "y": y % 5} for x, y in zip(images, words[:, 0, 0], strict=True)]
+    if MODELS[name].inputs == "both":
+        return [{"input_ids": x[:-1], "decoder_input_ids": y[:-1], "y": y[1:]} for x, y in words]
+    return [{"input_ids": x[:-1], "y": x[1:], "position_ids": torch.arange(LENGTH)} for x, _ in words]
+
+
+def loss_of(output, target):
+    """The mean over rows and places: the losses of transformers are computed in float32."""
+    logits = output.logits
+    return cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+def call(model, batch, ctx):
+    """The loss of a batch: in a pipeline, the call returns it."""
+    axes = dict(ctx.axes)
+    if "context" in axes:
+        batch = weft.data.split_sequence(batch, ctx)
+    inputs = {key: value for key, value in batch.items() if key != "y"}
+    if "pipeline" in axes:
+        return model(**inputs, target=batch["y"])
+    return loss_of(model(**inputs), batch["y"])
+
+
+def whole(p):
+    p = p.detach()
+    return (p.full_tensor() if hasattr(p, "full_tensor") else p).clone()
+
+
+def reference(name):
+    """One process, by the functions of torch alone, but for the dropout."""
+    model, ctx = build(name), weft.local()
+    loader, ctx = weft.shard_data(DataLoader(samples(name), batch_size=BATCH), ctx)
+    model, loader, ctx = weft.keyed_dropout(model, loader, ctx)
+    optimizer = adamw(model)
+    for _ in range(EPOCHS):
+        batches = list(loader)
+        for window in (batches[:2], batches[2:]):
+            total = sum(len(batch["y"]) for batch in window)
+            for batch in window:
+                (call(model, batch, ctx) * (len(batch["y"]) / total)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {own: p.detach() for own, p in model.named_parameters()}
+
+
+def adamw(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+
+
+def compose(name, ctx, loader):
+    """The model on the mesh of `ctx`, by the transforms that the docs name, in their order."""
+    model, axes = build(name), [axis for axis, size in ctx.axes if size > 1]
+    loader, ctx = weft.shard_data(loader, ctx)
+    model, loader, ctx = weft.keyed_dropout(model, loader, ctx)
+    model, ctx = weft.recompute(model, ctx, blocks=MODELS[name].blocks)
+    if "tensor" in axes:
+        model, ctx = weft.tensor_parallel(model, ctx, sequence="pipeline" in axes)
+    if "context" in axes:
+        model, ctx = weft.context_parallel(model, ctx)
+    if "expert" in axes and "Experts" in EXPERTS_OF(model):
+        model, ctx = weft.expert_parallel(model, ctx)
+    if "pipeline" in axes:
+        model, ctx = weft.pipeline(model, ctx, loss=loss_of, micro_batches=2)
+    if "shard" in axes:
+        model, ctx = weft.fully_shard(model, ctx, units=MODELS[name].blocks)
+    if "context" in axes or "expert" in axes:
+        model, ctx = weft.replicate(model, ctx)
+    return model, loader, ctx
+
+
+def EXPERTS_OF(model):
+    return " ".join("Experts" for part in model.modules() if type(part).__name__.endswith("Experts"))
+
+
+def train(ctx, name):
+    """Parameters of this rank after four steps, or the error that was raised: its kind and its text."""
+    try:
+        loader = DataLoader(samples(name), batch_size=BATCH // ctx.data_size)
+        model, loader, ctx = compose(name, ctx, loader)
+        model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=2)
+        optimizer = adamw(model)
+        for _ in range(EPOCHS):
+            for window in loader:
+                for batch in window:
+                    (call(model, batch, ctx) * window.share).backward()
+                weft.clip_grads(model, ctx, max_norm=0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        with weft.full_params(model, ctx):
+            return {own: whole(p) for own, p in model.named_parameters() if not p.is_meta}
+    except (weft.errors.WeftError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def cell(name, mesh, expected):
+    """What a cell says, and all that is known of it."""
+    axes = MESHES[mesh]
+    ranks = 1
+    for size in axes.values():
+        ranks *= size
+    try:
+        found = run_ranks(train, ranks, name, mesh=axes, timeout_s=120)
+    except weft.testing.RanksFailed as error:
+        return "failed", str(error)
+    if any(isinstance(one, str) for one in found):
+        texts = [one if isinstance(one, str) else "trained" for one in found]
+        kinds = {text.partition(":")[0] for text in texts} - {"PeerError"}
+        return (kinds.pop() if len(kinds) == 1 else "ranks differ"), "\n----\n".join(dict.fromkeys(texts))
+    together = {own: p for one in found for own, p in one.items()}
+    apart = {own: max(float((one[own] - p).abs().max()) for one in found if own in one) for own, p in expected.items()
+             if own in together}
+    missing = [own for own in expected if own not in together]
+    worst = max(apart, key=apart.get)
+    if missing or apart[worst] > TOLERANCE:
+        return "differs", f"{apart[worst]:.2e} in {worst}; missing: {missing}"
+    return "exact", f"{apart[worst]:.2e}"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", default="")
+    parser.add_argument("--meshes", default="")
+    parser.add_argument("-v", action="store_true")
+    given = parser.parse_args()
+    counts = []
+    for name in MODELS:
+        if given.models and name not in given.models.split(","):
+            continue
+        begin = time.time()
+        expected = reference(name)
+        print(f"{name}: reference {time.time() - begin:.1f} s", flush=True)
+        for mesh in MESHES:
+            if given.meshes and mesh not in given.meshes.split(","):
+                continue
+            begin = time.time()
+            said, more = cell(name, mesh, expected)
+            counts.append(said == "exact")
+            lines = more if given.v else (more.strip().splitlines() or [""])[0][:150]
+            print(f"  {mesh:32} {said:14} {time.time() - begin:5.1f} s  {lines}", flush=True)
+    print(f"{sum(counts)} of {len(counts)}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    from tests.interop import model_matrix
+
+    model_matrix.main()
