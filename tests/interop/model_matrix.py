@@ -142,6 +142,7 @@ MESHES = {
     "shard 2 × tensor 2": {"shard": 2, "tensor": 2},
     "pipeline 2 × shard 2": {"pipeline": 2, "shard": 2},
     "pipeline 2 × tensor 2, sequence": {"pipeline": 2, "tensor": 2},
+    "tensor 2, sequence": {"tensor": 2},
 }
 
 
@@ -243,14 +244,14 @@ def adamw(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
 
 
-def compose(name, ctx, loader):
+def compose(name, ctx, loader, *, sequence):
     """The model on the mesh of `ctx`, by the transforms that the docs name, in their order."""
     model, axes = build(name), [axis for axis, size in ctx.axes if size > 1]
     loader, ctx = weft.shard_data(loader, ctx)
     model, loader, ctx = weft.keyed_dropout(model, loader, ctx)
     model, ctx = weft.recompute(model, ctx, blocks=MODELS[name].blocks)
     if "tensor" in axes:
-        model, ctx = weft.tensor_parallel(model, ctx, sequence="pipeline" in axes)
+        model, ctx = weft.tensor_parallel(model, ctx, sequence=sequence)
     if "context" in axes:
         model, ctx = weft.context_parallel(model, ctx)
     if "expert" in axes and "Experts" in EXPERTS_OF(model):
@@ -268,11 +269,11 @@ def EXPERTS_OF(model):
     return " ".join("Experts" for part in model.modules() if type(part).__name__.endswith("Experts"))
 
 
-def train(ctx, name):
+def train(ctx, name, sequence):
     """Parameters of this rank after four steps, or the error that was raised: its kind and its text."""
     try:
         loader = DataLoader(samples(name), batch_size=BATCH // ctx.data_size)
-        model, loader, ctx = compose(name, ctx, loader)
+        model, loader, ctx = compose(name, ctx, loader, sequence=sequence)
         model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=2)
         optimizer = adamw(model)
         for _ in range(EPOCHS):
@@ -295,7 +296,7 @@ def cell(name, mesh, expected):
     for size in axes.values():
         ranks *= size
     try:
-        found = run_ranks(train, ranks, name, mesh=axes, timeout_s=120)
+        found = run_ranks(train, ranks, name, mesh.endswith("sequence"), mesh=axes, timeout_s=120)
     except weft.testing.RanksFailed as error:
         return "failed", str(error)
     if any(isinstance(one, str) for one in found):
@@ -320,13 +321,13 @@ def main():
     given = parser.parse_args()
     counts = []
     for name in MODELS:
-        if given.models and name not in given.models.split(","):
+        if given.models and name not in given.models.split(";"):
             continue
         begin = time.time()
         expected = reference(name)
         print(f"{name}: reference {time.time() - begin:.1f} s", flush=True)
         for mesh in MESHES:
-            if given.meshes and mesh not in given.meshes.split(","):
+            if given.meshes and mesh not in given.meshes.split(";"):
                 continue
             begin = time.time()
             said, more = cell(name, mesh, expected)

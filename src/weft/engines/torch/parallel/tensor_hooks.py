@@ -37,7 +37,7 @@ def gather_argument(mesh: DeviceMesh, arrives: Placement) -> Callable[..., Any]:
     """
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _replaced(args, kwargs, lambda x: _moved(x, mesh, arrives, Replicate()))
+        return _replaced(args, kwargs, lambda x: moved(x, mesh, arrives, Replicate()))
 
     return before
 
@@ -53,7 +53,7 @@ def cut_sequence(mesh: DeviceMesh, name: str) -> Callable[..., Any]:
                 expected="(batch, length, features), and a length that is divisible by the ranks",
                 fix="pad the batch, or weft.tensor_parallel(..., sequence=False)",
             )
-        return _moved(x, mesh, Replicate(), Shard(1)).to_local()
+        return moved(x, mesh, Replicate(), Shard(1)).to_local()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _replaced(args, kwargs, cut)
@@ -65,7 +65,7 @@ def join_sequence(mesh: DeviceMesh) -> Callable[..., Any]:
     """A hook that gives every rank the whole sequence again."""
 
     def join(x: torch.Tensor) -> Any:
-        return _moved(x, mesh, Shard(1), Replicate()).to_local()
+        return moved(x, mesh, Shard(1), Replicate()).to_local()
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         return (join(output[0]), *output[1:]) if isinstance(output, tuple) else join(output)
@@ -99,15 +99,16 @@ class TransposedStyle(ParallelStyle):
                 part.register_parameter(own, nn.Parameter(distribute_tensor(p, mesh, [placement], src_data_rank=None)))
 
         def before(part: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            return (_moved(inputs[0], mesh, self._arrives, takes), *inputs[1:])
+            return (moved(inputs[0], mesh, self._arrives, takes), *inputs[1:])
 
         def after(part: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-            return _moved(output, mesh, self._leaves, self._leaves).to_local()
+            return moved(output, mesh, self._leaves, self._leaves).to_local()
 
         return distribute_module(module, device_mesh, cut, before, after)
 
 
-def _moved(x: Any, mesh: DeviceMesh, arrives: Placement, wanted: Placement) -> Any:
+def moved(x: Any, mesh: DeviceMesh, arrives: Placement, wanted: Placement) -> Any:
+    """A tensor as a DTensor that lies as is wanted; `arrives` says how a plain one does. Collectives: those of torch."""
     if not isinstance(x, DTensor):
         x = as_dtensor(x, mesh, [arrives])
     return x if x.placements == (wanted,) else x.redistribute(placements=[wanted])

@@ -68,10 +68,10 @@ class TensorParallelModule(Strategy):
         before = hooks_of(module)
         self._fused = {name: self._fused_columns(module, name, group, options) for name in options.fused}
         self._cut_layers(module, options)
-        for name, part in units_around(module, options.styles).items() if self._fused else ():
+        for name, part in units_around(module, options.styles).items() if self._fused or options.head_tables else ():
             inside = [fused for one, fused in self._fused.items() if is_in(one, name)]
-            if inside:
-                attach(part, self._removable, around=LocalSizes(inside, mesh.size()), methods=["forward"])
+            if inside or options.head_tables:
+                attach(part, self._removable, around=LocalSizes(inside, mesh), methods=["forward"])
         for name in options.gathers:
             arrives = Shard(1) if name in options.inside else Replicate()
             attach(module.get_submodule(name), self._removable, before=gather_argument(mesh, arrives))
