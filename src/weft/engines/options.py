@@ -193,7 +193,7 @@ class TensorOptions(StrategyOptions):
         head_tables: Whether there are tables with a number per head, which become masks of attention.
         transposed: Layers whose weight is [inputs, outputs].
         make_real: Called with a part before it is cut, if the module is on meta.
-        told: Called with (module, styles, rank, ranks, what to undo, sequence=) when the layers are cut.
+        told: Called with (module, styles, rank, ranks, what to undo, first_block=) when the layers are cut.
     """
 
     styles: Mapping[str, Any] = field(default_factory=dict, compare=False)

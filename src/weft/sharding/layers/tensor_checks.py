@@ -179,7 +179,10 @@ def check_ties(module: nn.Module, styles: Styles) -> None:
             if p is not None:
                 style = next((s for n, s in styles.items() if name == n or name.startswith(f"{n}.")), None)
                 users.setdefault(id(p), {})[f"{name}.{own}" if name else own] = style
-    for shared in users.values():
+    for names in users.values():
+        inner = [name.rpartition(".")[0] for name, style in names.items() if style is not None]
+        # A part around the layer may have another name for it, as for the bias of BERT's head: it is cut with it.
+        shared = {n: s for n, s in names.items() if s is not None or not _is_around(n.rpartition(".")[0], inner)}
         ways = {str(dims.get(style) if isinstance(style, str) else style) for style in shared.values()}
         if len(ways) > 1:
             raise value_error(
@@ -193,6 +196,10 @@ def check_ties(module: nn.Module, styles: Styles) -> None:
                 + ", ".join(f'"{name.rpartition(".")[0]}": "{_tied_style(module, name)}"' for name in shared)
                 + "}",
             )
+
+
+def _is_around(name: str, parts: Collection[str]) -> bool:
+    return any(one.startswith(f"{name}.") for one in parts)
 
 
 def _tied_style(module: nn.Module, name: str) -> str:

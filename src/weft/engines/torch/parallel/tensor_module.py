@@ -82,8 +82,8 @@ class TensorParallelModule(Strategy):
         for name in ("", *options.styles):  # parts may be called past the module
             attach(module.get_submodule(name), self._removable, after=_hook_outputs(_refuse_graph))
         for tell in options.told:
-            sequence = bool(options.blocks)
-            tell(module, options.styles, mesh.get_local_rank(), mesh.size(), self._removable, sequence=sequence)
+            first = options.blocks[0] if options.blocks else None
+            tell(module, options.styles, mesh.get_local_rank(), mesh.size(), self._removable, first_block=first)
         self._units = TensorUnits(module, mesh, group, options, added_hooks(before))
         self.probes: tuple[Probe, ...] = (self._units,)
         if options.blocks:
@@ -130,9 +130,11 @@ class TensorParallelModule(Strategy):
                 self._apply(part, torch_style, self._fused.get(name))
         if options.make_real is not None:
             options.make_real(module)
-        for (part, name), *others in ties.values():
-            for other, own in others:
-                torch_internals.PARAMETERS.of(other)[own] = torch_internals.PARAMETERS.of(part)[name]
+        for before, uses in ties.items():
+            found = [torch_internals.PARAMETERS.of(part)[name] for part, name in uses]
+            cut = next((p for p in found if id(p) != before), found[0])
+            for part, name in uses:
+                torch_internals.PARAMETERS.of(part)[name] = cut
         del kept
 
     def _fused_columns(
