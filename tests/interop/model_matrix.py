@@ -1,13 +1,13 @@
 """Models of transformers × meshes: each trains as in one process, or an error says why not.
 
-The table in docs/parallelism.md is made here: `python -m tests.interop.model_matrix` runs it all and rewrites the table.
+The table in docs/parallelism.md is made here: `python -m tests.interop.model_matrix` trains them all and rewrites it.
 """
 
 import argparse
-import contextlib
+import math
 import pathlib
 import re
-import sys
+import textwrap
 import time
 from typing import NamedTuple
 
@@ -133,6 +133,8 @@ MODELS = {
     ),
 }
 
+WITH_EXPERTS = {"Qwen3-MoE", "Mixtral", "DeepSeek-V3"}
+
 MESHES = {
     "tensor 2": {"tensor": 2},
     "tensor 4": {"tensor": 4},
@@ -254,7 +256,7 @@ def compose(name, ctx, loader, *, sequence):
         model, ctx = weft.tensor_parallel(model, ctx, sequence=sequence)
     if "context" in axes:
         model, ctx = weft.context_parallel(model, ctx)
-    if "expert" in axes and "Experts" in EXPERTS_OF(model):
+    if "expert" in axes and name in WITH_EXPERTS:  # of the others, it is one more data axis
         model, ctx = weft.expert_parallel(model, ctx)
     if "pipeline" in axes:
         model, ctx = weft.pipeline(model, ctx, loss=loss_of, micro_batches=2)
@@ -265,12 +267,8 @@ def compose(name, ctx, loader, *, sequence):
     return model, loader, ctx
 
 
-def EXPERTS_OF(model):
-    return " ".join("Experts" for part in model.modules() if type(part).__name__.endswith("Experts"))
-
-
 def train(ctx, name, sequence):
-    """Parameters of this rank after four steps, or the error that was raised: its kind and its text."""
+    """Parameters of this rank after four steps, or the error that was raised: its kind and text."""
     try:
         loader = DataLoader(samples(name), batch_size=BATCH // ctx.data_size)
         model, loader, ctx = compose(name, ctx, loader, sequence=sequence)
@@ -289,56 +287,79 @@ def train(ctx, name, sequence):
         return f"{type(error).__name__}: {error}"
 
 
-def cell(name, mesh, expected):
-    """What a cell says, and all that is known of it."""
+def measure(name, mesh, expected):
+    """Whether all ranks have the parameters of one process: "exact", or why not."""
     axes = MESHES[mesh]
-    ranks = 1
-    for size in axes.values():
-        ranks *= size
-    try:
-        found = run_ranks(train, ranks, name, mesh.endswith("sequence"), mesh=axes, timeout_s=120)
-    except weft.testing.RanksFailed as error:
-        return "failed", str(error)
+    options = {"mesh": axes, "timeout_s": 120.0, "probes": "auto"}
+    found = run_ranks(train, math.prod(axes.values()), name, mesh.endswith("sequence"), **options)
     if any(isinstance(one, str) for one in found):
-        texts = [one if isinstance(one, str) else "trained" for one in found]
-        kinds = {text.partition(":")[0] for text in texts} - {"PeerError"}
-        return (kinds.pop() if len(kinds) == 1 else "ranks differ"), "\n----\n".join(dict.fromkeys(texts))
+        texts = {one for one in found if not str(one).startswith("PeerError")}
+        assert all(isinstance(one, str) for one in found), f"{name}, {mesh}: some ranks trained: {texts}"
+        return min(texts)
     together = {own: p for one in found for own, p in one.items()}
-    apart = {own: max(float((one[own] - p).abs().max()) for one in found if own in one) for own, p in expected.items()
-             if own in together}
-    missing = [own for own in expected if own not in together]
+    assert set(together) == set(expected), f"{name}, {mesh}: {sorted(set(expected) ^ set(together))}"
+    apart = {own: max(float((one[own] - p).abs().max()) for one in found if own in one) for own, p in expected.items()}
     worst = max(apart, key=apart.get)
-    if missing or apart[worst] > TOLERANCE:
-        return "differs", f"{apart[worst]:.2e} in {worst}; missing: {missing}"
-    return "exact", f"{apart[worst]:.2e}"
+    assert apart[worst] < TOLERANCE, f"{name}, {mesh}: {worst} differs by {apart[worst]:.1e}"
+    return "exact"
+
+
+def reason(text):
+    """What a cell is about: the kind of the error and its first line, without the names of classes and parts."""
+    return re.sub(r"of module '\S+'|'\S+' ", "", text.partition("\n")[0])
+
+
+def table(found):
+    """The table of what was measured, by model and mesh, with notes below it."""
+    notes = list(dict.fromkeys(why for row in found.values() for why in row.values() if why != "exact"))
+    marks = {"exact": "exact"} | {why: f"({chr(ord('a') + number)})" for number, why in enumerate(notes)}
+    lines = ["| | " + " | ".join(MESHES) + " |", "|---" * (len(MESHES) + 1) + "|"]
+    lines += ["| " + " | ".join([name, *(marks[why] for why in row.values())]) + " |" for name, row in found.items()]
+    lines += ["", *(textwrap.fill(f"- {marks[why]} {why}", 120, subsequent_indent="  ") for why in notes)]
+    return "\n".join(lines) + "\n"
+
+
+def documented():
+    """The table in the docs, as `table` takes it."""
+    text = DOCS.read_text().partition(BEGIN)[2].partition(END)[0]
+    rows, _, notes = text.partition("\n\n")
+    marks = {"exact": "exact"}
+    for note in notes.replace("\n  ", " ").splitlines():
+        mark, why = re.fullmatch(r"- (\(\w\)) (.*)", note).groups()
+        marks[mark] = why
+    split = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
+    return {name: dict(zip(split[0][1:], map(marks.get, cells), strict=True)) for name, *cells in split[2:]}
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--models", default="")
-    parser.add_argument("--meshes", default="")
-    parser.add_argument("-v", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", help="these alone, with ; between them; the table is not rewritten then")
+    parser.add_argument("--meshes", help="these alone, as above")
     given = parser.parse_args()
-    counts = []
-    for name in MODELS:
-        if given.models and name not in given.models.split(";"):
-            continue
-        begin = time.time()
-        expected = reference(name)
-        print(f"{name}: reference {time.time() - begin:.1f} s", flush=True)
-        for mesh in MESHES:
-            if given.meshes and mesh not in given.meshes.split(";"):
-                continue
-            begin = time.time()
-            said, more = cell(name, mesh, expected)
-            counts.append(said == "exact")
-            lines = more if given.v else (more.strip().splitlines() or [""])[0][:150]
-            print(f"  {mesh:32} {said:14} {time.time() - begin:5.1f} s  {lines}", flush=True)
-    print(f"{sum(counts)} of {len(counts)}")
+    names, meshes = (chosen.split(";") if chosen else all_of for chosen, all_of in
+                     ((given.models, MODELS), (given.meshes, MESHES)))
+    found = {}
+    for name in names:
+        expected, found[name] = reference(name), {}
+        for mesh in meshes:
+            begin = time.monotonic()
+            try:
+                text = measure(name, mesh, expected)
+            except AssertionError as error:
+                if not (given.models or given.meshes):
+                    raise
+                text = f"differs: {error}"
+            found[name][mesh] = reason(text)
+            print(f"{name:12} {mesh:32} {time.monotonic() - begin:5.1f} s  {text}", flush=True)
+    cells = [why for row in found.values() for why in row.values()]
+    print(f"{cells.count('exact')} of {len(cells)} are exact")
+    if not (given.models or given.meshes):
+        before, _, rest = DOCS.read_text().partition(BEGIN)
+        DOCS.write_text(before + BEGIN + table(found) + END + rest.partition(END)[2])
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    from tests.interop import model_matrix
+    from tests.interop import model_matrix  # by its name, under which the ranks find it
 
     model_matrix.main()
