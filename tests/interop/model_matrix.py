@@ -21,7 +21,7 @@ from weft.testing import run_ranks
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "parallelism.md"
 BEGIN, END = "<!-- models: begin -->\n", "<!-- models: end -->\n"
-WORDS, LENGTH, SAMPLES, BATCH, EPOCHS = 33, 8, 20, 8, 2  # windows of 16 and of 4 samples: four steps
+WORDS, LENGTH, SAMPLES, BATCH = 33, 8, 20, 8  # windows of 16 and of 4 samples
 TOLERANCE = 1e-10
 
 SIZES = {
@@ -224,13 +224,13 @@ def whole(p):
     return (p.full_tensor() if hasattr(p, "full_tensor") else p).clone()
 
 
-def reference(name):
-    """One process, by the functions of torch alone, but for the dropout."""
+def reference(name, steps=4):
+    """Parameters of one process, by the functions of torch alone, but for the dropout."""
     model, ctx = build(name), weft.local()
     loader, ctx = weft.shard_data(DataLoader(samples(name), batch_size=BATCH), ctx)
     model, loader, ctx = weft.keyed_dropout(model, loader, ctx)
-    optimizer = adamw(model)
-    for _ in range(EPOCHS):
+    optimizer, done = adamw(model), 0
+    while True:
         batches = list(loader)
         for window in (batches[:2], batches[2:]):
             total = sum(len(batch["y"]) for batch in window)
@@ -239,17 +239,19 @@ def reference(name):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
-    return {own: p.detach() for own, p in model.named_parameters()}
+            done += 1
+            if done == steps:
+                return {own: p.detach() for own, p in model.named_parameters()}
 
 
 def adamw(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
 
 
-def compose(name, ctx, loader, *, sequence):
-    """The model on the mesh of `ctx`, by the transforms that the docs name, in their order."""
+def compose(name, ctx, *, sequence):
+    """Model, optimizer and windows on the mesh of `ctx`, by the transforms that the docs name, in their order."""
     model, axes = build(name), [axis for axis, size in ctx.axes if size > 1]
-    loader, ctx = weft.shard_data(loader, ctx)
+    loader, ctx = weft.shard_data(DataLoader(samples(name), batch_size=BATCH // ctx.data_size), ctx)
     model, loader, ctx = weft.keyed_dropout(model, loader, ctx)
     model, ctx = weft.recompute(model, ctx, blocks=MODELS[name].blocks)
     if "tensor" in axes:
@@ -264,34 +266,51 @@ def compose(name, ctx, loader, *, sequence):
         model, ctx = weft.fully_shard(model, ctx, units=MODELS[name].blocks)
     if "context" in axes or "expert" in axes:
         model, ctx = weft.replicate(model, ctx)
-    return model, loader, ctx
+    model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=2)
+    return model, adamw(model), loader, ctx
+
+
+def fit(model, optimizer, loader, ctx, steps):
+    """Train for so many steps, in as many epochs as it takes."""
+    done = 0
+    while done < steps:
+        for window in loader:
+            for batch in window:
+                (call(model, batch, ctx) * window.share).backward()
+            weft.clip_grads(model, ctx, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+            if done == steps:
+                break
+
+
+def held(model, ctx):
+    """The parameters of this rank, whole."""
+    with weft.full_params(model, ctx):
+        return {own: whole(p) for own, p in model.named_parameters() if not p.is_meta}
 
 
 def train(ctx, name, sequence):
     """Parameters of this rank after four steps, or the error that was raised: its kind and text."""
     try:
-        loader = DataLoader(samples(name), batch_size=BATCH // ctx.data_size)
-        model, loader, ctx = compose(name, ctx, loader, sequence=sequence)
-        model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=2)
-        optimizer = adamw(model)
-        for _ in range(EPOCHS):
-            for window in loader:
-                for batch in window:
-                    (call(model, batch, ctx) * window.share).backward()
-                weft.clip_grads(model, ctx, max_norm=0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-        with weft.full_params(model, ctx):
-            return {own: whole(p) for own, p in model.named_parameters() if not p.is_meta}
+        model, optimizer, loader, ctx = compose(name, ctx, sequence=sequence)
+        fit(model, optimizer, loader, ctx, 4)
+        return held(model, ctx)
     except (weft.errors.WeftError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def measure(name, mesh, expected):
-    """Whether all ranks have the parameters of one process: "exact", or why not."""
+def on_ranks(function, mesh, *args):
+    """A function of (ctx, ..., whether sequences are sharded between layers) on the ranks of a mesh."""
     axes = MESHES[mesh]
     options = {"mesh": axes, "timeout_s": 120.0, "probes": "auto"}
-    found = run_ranks(train, math.prod(axes.values()), name, mesh.endswith("sequence"), **options)
+    return run_ranks(function, math.prod(axes.values()), *args, mesh.endswith("sequence"), **options)
+
+
+def measure(name, mesh, expected):
+    """Whether all ranks have the parameters of one process: "exact", or why not."""
+    found = on_ranks(train, mesh, name)
     if any(isinstance(one, str) for one in found):
         texts = {one for one in found if not str(one).startswith("PeerError")}
         assert all(isinstance(one, str) for one in found), f"{name}, {mesh}: some ranks trained: {texts}"
