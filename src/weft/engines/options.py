@@ -36,14 +36,12 @@ class Reduction(NamedTuple):
         divide: The number of ranks over which it is summed: what arrives is divided by it.
         first: Whether this rank counts where those with copies have equal gradients.
         scale: What arrives is multiplied by it, where fewer ranks add up than gradients are averaged over.
-        alone: Whether it travels in a message of its own, so that the order of the sum depends on nothing else.
     """
 
     group: dist.ProcessGroup | None
     divide: int
     first: bool = True
     scale: float = 1.0
-    alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
