@@ -55,14 +55,6 @@ def test_pipelines_of_what_has_another_transform():
         weft.pipeline(model, with_scale, loss=mse_loss)
     made = it.run(model=layers(), ctx=ctx)
     weft.pipeline(made["model"], made["ctx"], loss=mse_loss)
-    plan = {"0.*.first": "column", "0.*.last": "row"}
-    model, cut = weft.tensor_parallel(squares(), ctx, plan=plan, sequence=True)
-    with told("transforms/pipeline.py", "the sequence is sharded between the layers") as it:
-        weft.pipeline(model, cut)
-    filled(it, "(model, ctx, ", "(model, ctx, plan=plan, ")
-    model = squares()
-    model, cut = eval(it.fix, {"weft": weft, "model": model, "ctx": ctx, "plan": plan})
-    weft.pipeline(model, cut)
 
     def replicated(ctx):
         model = layers()

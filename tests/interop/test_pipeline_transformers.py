@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import weft
+from tests.fix_lines.told import told
 from weft.testing import fake, run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -21,6 +22,15 @@ SIZES = {
 
 def _model(kind, **more):
     torch.manual_seed(0)
+    name, _, tied = kind.partition(" ")
+    if tied:
+        return _model(name, tie_word_embeddings=True, **more)
+    if kind == "gpt2":
+        sizes = {"n_embd": 16, "n_layer": 4, "n_head": 4, "vocab_size": 67, "n_positions": 32}
+        sizes |= {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0, "bos_token_id": 66, "eos_token_id": 66}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | more)).double()
+    if kind == "mistral":  # whose layers see a window
+        return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=4, **more)).double()
     if kind == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **more)).double()
     if kind == "qwen":  # norms of queries and keys, whose gradients are sums over the ranks of a tensor axis
@@ -58,30 +68,31 @@ def _fit(model, call, ctx, steps=10):
     )
 
 
-def _trained(ctx, kind, strategy):
+def _trained(ctx, kind, strategy, sequence=False):
     model = _model(kind)
     if "tensor" in dict(ctx.axes):
-        cut, inner = weft.tensor_parallel(_model(kind), ctx, sequence=True)
-        with pytest.raises(weft.errors.ContractError, match="the sequence is sharded between the layers"):
-            weft.pipeline(cut, inner, loss=_loss)
-        model, ctx = weft.tensor_parallel(model, ctx)
+        model, ctx = weft.tensor_parallel(model, ctx, sequence=sequence)
     model, ctx = weft.pipeline(model, ctx, loss=_loss, micro_batches=ctx.axis_size("pipeline"))
     if strategy:
-        model, ctx = weft.fully_shard(model, ctx, units="model.layers.*")
+        model, ctx = weft.fully_shard(model, ctx, units=["model.layers.*", "model.embed_tokens", "lm_head"])
 
     def call(x, y):
         rows = slice(2 * ctx.coordinates["data"], 2 * ctx.coordinates["data"] + 2) if strategy else slice(None)
         return model(x[rows], y[rows])
 
-    return _fit(model, call, ctx)
+    return _fit(model, call, ctx, steps=4 if sequence else 10)
 
 
 @pytest.mark.parametrize(
     ("mesh", "kind"),
     [
-        ({"pipeline": 2}, "llama"),
+        ({"pipeline": 2}, "llama tied"),
+        ({"pipeline": 2}, "gpt2 tied"),
+        pytest.param({"pipeline": 2}, "llama", marks=pytest.mark.slow),
         ({"pipeline": 2}, "mixtral"),
-        pytest.param({"pipeline": 4}, "llama", marks=pytest.mark.slow),
+        pytest.param({"pipeline": 4}, "qwen tied", marks=pytest.mark.slow),
+        pytest.param({"data": 2, "pipeline": 2}, "qwen tied", marks=pytest.mark.slow),
+        pytest.param({"pipeline": 2, "tensor": 2}, "qwen tied", marks=pytest.mark.slow),
         pytest.param({"data": 2, "pipeline": 2}, "mixtral", marks=pytest.mark.slow),
         pytest.param({"pipeline": 2, "tensor": 2}, "mixtral", marks=pytest.mark.slow),
         ({"pipeline": 2, "tensor": 2}, "qwen"),
@@ -93,13 +104,26 @@ def test_ten_steps_are_those_of_one_process(mesh, kind):
     numbers, parameters, logits = _fit(model, lambda x, y: _loss(model(x), y), weft.local())
     ranks = 4 if len(mesh) == 2 or mesh["pipeline"] == 4 else 2
     found = run_ranks(_trained, ranks, kind, "data" in mesh, mesh=mesh)
-    together = {name: value for one in found for name, value in one[1].items()}
-    assert max((together[name] - value).abs().max().item() for name, value in parameters.items()) < 1e-12
-    for told, _, given in found:
+    assert {name for _, own, _ in found for name in own} == set(parameters)
+    assert all((value - parameters[n]).abs().max() < 1e-12 for _, own, _ in found for n, value in own.items())
+    for steps, _, given in found:
         assert (given - logits).abs().max() < 1e-12
-        assert max(abs(norm - expected) for (_, norm), (_, expected) in zip(told, numbers, strict=True)) < 1e-12
+        assert max(abs(norm - expected) for (_, norm), (_, expected) in zip(steps, numbers, strict=True)) < 1e-12
     for step, (loss, _) in enumerate(numbers):
-        assert abs(sum(told[step][0] for told, _, _ in found) / len(found) - loss) < 1e-12
+        assert abs(sum(steps[step][0] for steps, _, _ in found) / len(found) - loss) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["qwen tied", pytest.param("llama", marks=pytest.mark.slow)])
+def test_parts_of_sequences_go_from_stage_to_stage(kind):
+    model = _model(kind)
+    numbers, parameters, logits = _fit(model, lambda x, y: _loss(model(x), y), weft.local(), steps=4)
+    mesh = {"pipeline": 2, "tensor": 2}
+    for steps, own, given in run_ranks(_trained, 4, kind, None, True, mesh=mesh):
+        assert all((value - parameters[name]).abs().max() < 1e-12 for name, value in own.items())
+        assert (given - logits).abs().max() < 1e-12
+        for (loss, norm), (expected, wanted) in zip(steps, numbers, strict=False):
+            assert abs(loss - expected) < 1e-12
+            assert abs(norm - wanted) < 1e-12
 
 
 def _labelled(ctx):
@@ -134,43 +158,58 @@ def test_its_own_loss_is_the_mean_over_the_labels_that_count():
         assert max((gradient - gradients[name]).abs().max().item() for name, gradient in found.items()) < 1e-7
 
 
-def _generated(ctx, stages, tokens):
-    model, ctx = weft.pipeline(_model("llama", pad_token_id=0, eos_token_id=66), ctx, loss=_loss, stages=stages)
-    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": False}
-    with pytest.raises(ValueError, match=r"fix:      use_cache=False, past_key_values=None in the call, also of"):
-        model.generate(tokens, **options | {"use_cache": True})
+def _texts(model, tokens):
+    """What is generated in several ways, and the logits of calls that continue one cache."""
+    options = {"max_new_tokens": 5, "do_sample": False}
+    ways = ({"use_cache": False}, {}, {"num_beams": 3}, {"attention_mask": _padded(tokens)})
+    texts = [model.generate(tokens, **options | more) for more in (*ways, ways[0] | ways[2])]
     with torch.no_grad():
-        logits = model(input_ids=tokens).logits
-    return (
-        logits,
-        model.generate(tokens, past_key_values=None, **options),
-        model.generate(tokens, num_beams=3, **options),
-    )
+        first = model(input_ids=tokens[:, :5], use_cache=True)
+        second = model(input_ids=tokens[:, 5:6], past_key_values=first.past_key_values)
+        third = model(input_ids=tokens[:, 6:], past_key_values=second.past_key_values)
+        logits = [one.logits for one in (first, second, third, model(input_ids=tokens))]
+    return texts, logits, third.past_key_values.get_seq_length()
 
 
-def test_uneven_stages_generate_what_one_process_does():
-    model, tokens = _model("llama", pad_token_id=0, eos_token_id=66), _batch(0)[0]
-    layers = [f"model.layers.{i}" for i in range(4)]
-    stages = [["model.embed_tokens"], layers[:3], [layers[3], "model.norm", "lm_head"]]
-    expected = [
-        model.generate(tokens, max_new_tokens=5, do_sample=False, use_cache=False, **more)
-        for more in ({}, {"num_beams": 3})
-    ]
+def _padded(tokens):
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    return mask
+
+
+def _generated(ctx, kind, options, tokens):
+    model = _model(kind, pad_token_id=0, eos_token_id=66)
+    model, ctx = weft.pipeline(model, ctx, loss=_loss, **options)
+    with told("engines/torch/pipeline/stage_cache.py", "cannot be spread over the stages") as it, torch.no_grad():
+        model(tokens, past_key_values=transformers.StaticCache(model.config, 20))
+    assert 'cache_implementation="dynamic"' in it.fix
+    model.generate(tokens, max_new_tokens=1, cache_implementation="dynamic")
     with torch.no_grad():
-        wanted = model(input_ids=tokens).logits
-    for logits, *found in run_ranks(_generated, 3, stages, tokens, mesh={"pipeline": 3}):
-        assert (logits - wanted).abs().max() < 1e-12
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        return _texts(model, tokens)
+
+
+LAYERS = [f"model.layers.{i}" for i in range(4)]
+UNEVEN = {"stages": [["model.embed_tokens"], LAYERS[:3], [LAYERS[3], "model.norm", "lm_head"]]}
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("ranks", "kind", "options"),
     [
-        (lambda: _model("llama", tie_word_embeddings=True), r"embed_tokens.weight \(stage 0\) = lm_head.weight"),
-        (lambda: _model("mixtral", output_router_logits=True), "output_router_logits"),
+        (3, "llama", UNEVEN),
+        pytest.param(2, "mistral", {"schedule": "zbv_zero_bubble"}, marks=pytest.mark.slow),
+        pytest.param(2, "gpt2 tied", {}, marks=pytest.mark.slow),
     ],
-    ids=["tied", "router"],
 )
-def test_what_one_process_would_compute_otherwise_is_refused(make, text):
-    with pytest.raises((ValueError, weft.errors.ContractError), match=text):
-        weft.pipeline(make(), fake(0, 2, mesh={"pipeline": 2}))
+def test_every_rank_generates_what_one_process_does(ranks, kind, options):
+    model, tokens = _model(kind, pad_token_id=0, eos_token_id=66), _batch(0)[0]
+    with torch.no_grad():
+        texts, logits, length = _texts(model, tokens)
+    for found, given, seen in run_ranks(_generated, ranks, kind, options, tokens, mesh={"pipeline": ranks}):
+        assert all(torch.equal(one, other) for one, other in zip(found, texts, strict=True))
+        assert all((one - other).abs().max() < 1e-12 for one, other in zip(given, logits, strict=True))
+        assert seen == length
+
+
+def test_router_losses_are_refused():
+    with pytest.raises(ValueError, match="output_router_logits"):
+        weft.pipeline(_model("mixtral", output_router_logits=True), fake(0, 2, mesh={"pipeline": 2}))

@@ -53,6 +53,17 @@ def _net(layers=8):
     return Net(layers).double()
 
 
+class Tied(Net):
+    def __init__(self, layers=8):
+        super().__init__(layers)
+        self.head.weight = self.embed.weight
+
+
+def _tied(layers=8):
+    torch.manual_seed(0)
+    return Tied(layers).double()
+
+
 def _loss(output, target):
     return cross_entropy(output.flatten(0, 1), target.flatten())
 
@@ -88,8 +99,8 @@ def _fit(model, call, ctx, *, steps, epochs, batch=4, optimizer=None, averages=N
     return numbers, _own(model)
 
 
-def _reference(steps=1, epochs=2, layers=8):
-    model = _net(layers)
+def _reference(steps=1, epochs=2, make=_net):
+    model = make()
     return _fit(model, lambda x, y: _loss(model(x), y), weft.local(), steps=steps, epochs=epochs)
 
 
@@ -103,16 +114,17 @@ def _check(found, reference, *, mean_over=1):
     for index, (loss, _) in enumerate(numbers):
         assert abs(sum(one[0][index][0] for one in found) / len(found) - loss) < 1e-12
     assert sorted(together) == sorted(parameters)
-    assert max((together[name] - parameters[name]).abs().max().item() for name in parameters) < 1e-12
+    for _, own in found:  # tied parameters are on several ranks
+        assert max((value - parameters[name]).abs().max().item() for name, value in own.items()) < 1e-12
 
 
 # -- the numbers of one process ----------------------------------------------------------------------
 
 
-def _all_schedules(ctx):
+def _all_schedules(ctx, make):
     found = {}
     for schedule in SCHEDULES:
-        model, inner = weft.pipeline(_net(), ctx, loss=_loss, schedule=schedule, micro_batches=4 * ctx.world_size // 2)
+        model, inner = weft.pipeline(make(), ctx, loss=_loss, schedule=schedule, micro_batches=4 * ctx.world_size // 2)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         numbers = []
         for x, y in torch.utils.data.DataLoader(_data(16), batch_size=8):
@@ -125,9 +137,11 @@ def _all_schedules(ctx):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_schedule_computes_the_numbers_of_one_process(ranks):
-    model = _net()
+@pytest.mark.parametrize(
+    ("ranks", "make"), [(2, _tied), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, _net), (4, _tied)))]
+)
+def test_every_schedule_computes_the_numbers_of_one_process(ranks, make):
+    model = make()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     numbers = []
     for x, y in torch.utils.data.DataLoader(_data(16), batch_size=8):
@@ -136,40 +150,105 @@ def test_every_schedule_computes_the_numbers_of_one_process(ranks):
         numbers.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()))
         optimizer.step()
         optimizer.zero_grad()
-    found = run_ranks(_all_schedules, ranks, mesh={"pipeline": ranks})
+    found = run_ranks(_all_schedules, ranks, make, mesh={"pipeline": ranks})
     for schedule in SCHEDULES:
         _check([one[schedule] for one in found], (numbers, _own(model)))
 
 
-def _windows(ctx, strategy, steps, epochs):
-    model, ctx = weft.pipeline(_net(), ctx, loss=_loss, micro_batches=2)
+def _windows(ctx, strategy, steps, epochs, make=_net):
+    model, ctx = weft.pipeline(make(), ctx, loss=_loss, micro_batches=2)
     optimizer = None
-    if strategy == "zero_partition":
+    if isinstance(strategy, int):
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=1)
+        model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=strategy)
     elif strategy == "units":
-        model, ctx = weft.fully_shard(model, ctx, units=Block)
+        model, ctx = weft.fully_shard(model, ctx, units=[Block, "embed", "head"])
     elif strategy:
         model, ctx = getattr(weft, strategy)(model, ctx)
     batch = 4 // ctx.axis_size("data") if strategy else 4
     return _fit(model, model, ctx, steps=steps, epochs=epochs, batch=batch, optimizer=optimizer)
 
 
-def test_windows_with_a_short_last_one_and_clipping():
-    _check(run_ranks(_windows, 2, None, 3, 5, mesh={"pipeline": 2}), _reference(3, 5))
+@pytest.mark.parametrize("make", [_net, _tied])
+def test_windows_with_a_short_last_one_and_clipping(make):
+    _check(run_ranks(_windows, 2, None, 3, 5, make, mesh={"pipeline": 2}), _reference(3, 5, make))
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param("replicate", marks=pytest.mark.slow),
-        pytest.param("units", marks=pytest.mark.slow),
-        pytest.param("fully_shard", marks=pytest.mark.slow),
-        pytest.param("zero_partition", marks=pytest.mark.slow),
-    ],
-)
-def test_strategies_over_the_data_axis(strategy):
-    _check(run_ranks(_windows, 4, strategy, 3, 5, mesh={"data": 2, "pipeline": 2}), _reference(3, 5))
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [_net, _tied])
+@pytest.mark.parametrize("strategy", ["replicate", "units", "fully_shard", 1, 2, 3])
+def test_strategies_over_the_data_axis(strategy, make):
+    found = run_ranks(_windows, 4, strategy, 3, 5, make, mesh={"data": 2, "pipeline": 2})
+    _check(found, _reference(3, 5, make))
+
+
+def _drifting(ctx, folder, strategy):
+    model, ctx = weft.pipeline(_wide(), ctx, loss=_loss, micro_batches=2)
+    model, ctx = getattr(weft, strategy)(model, ctx)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    state, ctx = weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)
+    for step in range(3):
+        tokens = torch.randint(0, 500, (2, 9), generator=torch.Generator().manual_seed(10 * ctx.data_rank + step))
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weft.save(state, folder, 1, ctx)  # raises if copies differ in one bit
+
+
+def _wide():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(500, 64), *(nn.Linear(64, 64) for _ in range(5)), nn.Linear(64, 500))
+    model[-1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["replicate", "fully_shard"])
+def test_copies_of_a_tied_parameter_have_equal_bits_whatever_travels_with_their_gradients(tmp_path, strategy):
+    run_ranks(_drifting, 6, tmp_path, strategy, mesh={"data": 3, "pipeline": 2})
+
+
+class Functional(Net):
+    """Tied by what forward computes, and not by two names."""
+
+    def forward(self, x):
+        hidden = self.embed(x) + self.positions(torch.arange(x.shape[1]))
+        for layer in self.layers:
+            hidden = layer(hidden, 1.0)
+        return nn.functional.linear(self.norm(hidden), self.embed.weight)
+
+
+def _functional():
+    torch.manual_seed(0)
+    model = Functional(2).double()
+    del model.head
+    return model
+
+
+def _named_twice(ctx):
+    stages = [["embed", "positions", "layers.0"], ["layers.1", "norm", "embed.weight"]]
+    model, ctx = weft.pipeline(_functional(), ctx, loss=_loss, micro_batches=2, stages=stages)
+    return _fit(model, model, ctx, steps=1, epochs=1)
+
+
+def test_a_parameter_may_be_named_in_each_stage_that_uses_it():
+    model = _functional()
+    reference = _fit(model, lambda x, y: _loss(model(x), y), weft.local(), steps=1, epochs=1)
+    _check(run_ranks(_named_twice, 2, mesh={"pipeline": 2}), reference)
+
+
+def _frozen(ctx):
+    model = _tied(4)
+    model.embed.requires_grad_(False)
+    call = model if ctx.world_size > 1 else lambda x, y: _loss(model(x), y)
+    if ctx.world_size > 1:
+        model, ctx = weft.pipeline(model, ctx, loss=_loss, micro_batches=2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
+    return _fit(model, call, ctx, steps=1, epochs=1, optimizer=optimizer)
+
+
+def test_frozen_tied_weights():
+    _check(run_ranks(_frozen, 2, mesh={"pipeline": 2}), _frozen(weft.local()))
 
 
 def _precise(ctx):
@@ -330,8 +409,8 @@ def test_views_of_other_strides_leave_a_stage():
 # -- checkpoints, averages, weights, undo ------------------------------------------------------------
 
 
-def _run(ctx, folder, begin, steps, *, is_pipelined, strategy=None):
-    model = _net(4)
+def _run(ctx, folder, begin, steps, *, is_pipelined, strategy=None, make=_net):
+    model = make(4)
     if is_pipelined:
         model, ctx = weft.pipeline(model, ctx, loss=_loss, micro_batches=ctx.axis_size("pipeline"))
     if strategy:
@@ -361,29 +440,37 @@ def _run(ctx, folder, begin, steps, *, is_pipelined, strategy=None):
     return numbers, _own(model) | averaged
 
 
-def test_a_checkpoint_of_a_pipeline_is_that_of_one_process(tmp_path):
-    first = _run(weft.local(), tmp_path / "one", 0, 2, is_pipelined=False)
-    second = _run(weft.local(), tmp_path / "one", 2, 2, is_pipelined=False)
-    mesh = {"pipeline": 2}
-    _check(run_ranks(_run, 2, tmp_path / "two", 0, 2, is_pipelined=True, mesh=mesh), first)
-    _check([_run(weft.local(), tmp_path / "two", 2, 2, is_pipelined=False)], second)
-    _check(run_ranks(_run, 2, tmp_path / "one", 2, 2, is_pipelined=True, mesh=mesh), second)
+@pytest.mark.parametrize("make", [_net, _tied])
+def test_a_checkpoint_of_a_pipeline_is_that_of_one_process(tmp_path, make):
+    one, two = {"is_pipelined": False, "make": make}, {"is_pipelined": True, "make": make, "mesh": {"pipeline": 2}}
+    first = _run(weft.local(), tmp_path / "one", 0, 2, **one)
+    second = _run(weft.local(), tmp_path / "one", 2, 2, **one)
+    _check(run_ranks(_run, 2, tmp_path / "two", 0, 2, **two), first)
+    _check([_run(weft.local(), tmp_path / "two", 2, 2, **one)], second)
+    _check(run_ranks(_run, 2, tmp_path / "one", 2, 2, **two), second)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("make", [_net, _tied])
 @pytest.mark.parametrize("strategy", ["replicate", "fully_shard"])
-def test_checkpoints_between_meshes(tmp_path, strategy):
-    second = [_run(weft.local(), tmp_path / "one", begin, 2, is_pipelined=False) for begin in (0, 2)][1]
-    mesh = {"data": 2, "pipeline": 2}
-    run_ranks(_run, 4, tmp_path / "four", 0, 2, is_pipelined=True, strategy=strategy, mesh=mesh)
-    _check(run_ranks(_run, 2, tmp_path / "four", 2, 2, is_pipelined=True, mesh={"pipeline": 2}), second)
-    _check(run_ranks(_run, 4, tmp_path / "four", 2, 2, is_pipelined=True, mesh={"pipeline": 4}), second)
-    found = run_ranks(_run, 4, tmp_path / "one", 2, 2, is_pipelined=True, strategy=strategy, mesh=mesh)
+def test_checkpoints_between_meshes(tmp_path, strategy, make):
+    second = [_run(weft.local(), tmp_path / "one", begin, 2, is_pipelined=False, make=make) for begin in (0, 2)][1]
+    mesh, options = {"data": 2, "pipeline": 2}, {"is_pipelined": True, "make": make}
+    run_ranks(_run, 4, tmp_path / "four", 0, 2, strategy=strategy, mesh=mesh, **options)
+    _check(run_ranks(_run, 2, tmp_path / "four", 2, 2, mesh={"pipeline": 2}, **options), second)
+    _check(run_ranks(_run, 4, tmp_path / "four", 2, 2, mesh={"pipeline": 4}, **options), second)
+    found = run_ranks(_run, 4, tmp_path / "one", 2, 2, strategy=strategy, mesh=mesh, **options)
     _check(found, second)
 
 
-def _loaded(ctx, path, strategy):
-    model = _net(4)
+def _on_meta(make):
+    model = make(4).to("meta")
+    weft.weights.tie(model, weft.weights.find_tied(make(4)))
+    return model
+
+
+def _loaded(ctx, path, strategy, make):
+    model = make(4)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
@@ -391,33 +478,49 @@ def _loaded(ctx, path, strategy):
     if strategy:
         model, ctx = getattr(weft, strategy)(model, ctx)
     weft.load_weights(model, path, ctx)
-    on_meta = _net(4).to("meta")
+    on_meta = _on_meta(make)
     on_meta.scale = torch.tensor(0.5, dtype=torch.float64)
-    drawn, _ = weft.pipeline(on_meta, ctx.on("pipeline"), loss=_loss, micro_batches=2, weights=_net(4).state_dict)
+    drawn, _ = weft.pipeline(on_meta, ctx.on("pipeline"), loss=_loss, micro_batches=2, weights=make(4).state_dict)
     return _own(model), _own(drawn)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mesh"),
+    ("strategy", "mesh", "make"),
     [
-        (None, {"pipeline": 2}),
-        pytest.param("replicate", {"data": 2, "pipeline": 2}, marks=pytest.mark.slow),
-        pytest.param("fully_shard", {"data": 2, "pipeline": 2}, marks=pytest.mark.slow),
+        (None, {"pipeline": 2}, _net),
+        (None, {"pipeline": 2}, _tied),
+        pytest.param("replicate", {"data": 2, "pipeline": 2}, _tied, marks=pytest.mark.slow),
+        pytest.param("fully_shard", {"data": 2, "pipeline": 2}, _tied, marks=pytest.mark.slow),
     ],
 )
-def test_weights_are_loaded_by_the_ranks_that_have_them(tmp_path, strategy, mesh):
-    model = _net(4)
+def test_weights_are_loaded_by_the_ranks_that_have_them(tmp_path, strategy, mesh, make):
+    model = make(4)
     state, ctx = weft.checkpointable({"model": model}, weft.local())
     path = weft.save(state, tmp_path, 1, ctx)
-    found = run_ranks(_loaded, math.prod(mesh.values()), str(path), strategy, mesh=mesh)
+    found = run_ranks(_loaded, math.prod(mesh.values()), str(path), strategy, make, mesh=mesh)
     for kind in (0, 1):
-        together = {name: value for one in found for name, value in one[kind].items()}
-        assert sorted(together) == sorted(dict(model.named_parameters()))
-        assert all(torch.equal(together[name], p) for name, p in model.named_parameters())
+        assert {name for one in found for name in one[kind]} == set(dict(model.named_parameters()))
+        assert all(torch.equal(value, model.get_parameter(name)) for one in found for name, value in one[kind].items())
 
 
-def _undone(ctx, strategy):
-    model = _net(4)
+def _drawn(ctx):
+    model = _on_meta(_tied)
+    model.scale = torch.tensor(0.5, dtype=torch.float64)
+    if ctx.world_size > 1:
+        model, ctx = weft.pipeline(model, ctx, loss=_loss, micro_batches=2)
+    else:
+        model, ctx = weft.fully_shard(model, ctx)
+    return _own(model)
+
+
+def test_tied_weights_on_meta_are_drawn_once():
+    expected = _drawn(weft.local())
+    for found in run_ranks(_drawn, 2, mesh={"pipeline": 2}):
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def _undone(ctx, strategy, make):
+    model = make(4)
     if strategy == "tensor":
         model, ctx = weft.tensor_parallel(model, ctx, plan={"layers.*.up": "column", "layers.*.down": "row"})
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -429,6 +532,7 @@ def _undone(ctx, strategy):
         if step == 2:
             model, ctx = weft.undo(model, ctx, rebind=optimizer)
             assert ctx.applied == ()
+            assert make is _net or model.head.weight is model.embed.weight
             assert not any(hasattr(p, "full_tensor") or p.is_meta for p in model.parameters())
         x, y = _data()[4 * step : 4 * step + 4]
         loss = model(x, y) if step < 2 else _loss(model(x), y)
@@ -439,19 +543,20 @@ def _undone(ctx, strategy):
     return numbers, _own(model)
 
 
+@pytest.mark.parametrize("make", [_net, _tied])
 @pytest.mark.parametrize(
     "strategy", [None, *(pytest.param(one, marks=pytest.mark.slow) for one in ("tensor", "fully_shard"))]
 )
-def test_undo_gives_every_rank_all_parameters_and_state(strategy):
-    reference = _plain_steps()
+def test_undo_gives_every_rank_all_parameters_and_state(strategy, make):
+    reference = _plain_steps(make)
     mesh = {None: {}, "tensor": {"tensor": 2}, "fully_shard": {"data": 2}}[strategy] | {"pipeline": 2}
-    found = run_ranks(_undone, math.prod(mesh.values()), strategy, mesh=mesh)
+    found = run_ranks(_undone, math.prod(mesh.values()), strategy, make, mesh=mesh)
     for one in found:
         _check([one], reference)
 
 
-def _plain_steps():
-    model = _net(4)
+def _plain_steps(make):
+    model = make(4)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     numbers = []
     for step in range(4):
@@ -467,16 +572,9 @@ def _plain_steps():
 # -- what is refused, before anything is changed -----------------------------------------------------
 
 
-class Tied(Net):
-    def __init__(self):
-        super().__init__()
-        self.head.weight = self.embed.weight
-
-
 @pytest.mark.parametrize(
     ("make", "options", "error", "text"),
     [
-        (Tied, {}, ContractError, r"tied weights(.|\n)*embed.weight \(stage 0\) = head.weight \(stage 1\)"),
         (lambda: _net(1), {}, ContractError, r"1 block\(s\) for 2 stages"),
         (lambda: _net(3), {"schedule": "zbv_zero_bubble"}, ContractError, r"3 block\(s\) for 4 stages"),
         (_net, {"micro_batches": 1}, ValueError, r"1 micro-batches for 2 stages on 2 ranks"),

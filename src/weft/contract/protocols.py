@@ -141,7 +141,7 @@ class Layout(NamedTuple):
     Attributes:
         cut: Axes whose ranks hold different parts of it.
         owner: `(axis, coordinate)`, where only the ranks at this coordinate hold it; on the others it is on meta,
-            under its own name.
+            under its own name, or a copy with the owner's gradient, which counts once.
         reduce_over: Axes over which its gradient is summed. It is then divided by `mean_over` of the strategy, which
             is the same number for all parameters.
         mesh: Of a DTensor: the axes along each dimension of its mesh; `layouts` fills it in.

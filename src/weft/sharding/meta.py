@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -164,9 +164,9 @@ class Materializer:
                 if self._line.group is not None:
                     torch.distributed.broadcast(kind[name].detach(), group=self._line.group, group_src=0)
 
-    def leave(self, unit: nn.Module) -> None:
-        """Leave a unit on meta: another rank has it."""
-        self._done |= {id(part) for part in unit.modules()}
+    def leave(self, parts: Iterable[nn.Module]) -> None:
+        """Leave the tensors of these very modules on meta: another rank has them."""
+        self._done |= set(map(id, parts))
 
     def forget(self) -> None:
         """Let go of what was made; engines that exchange tensors refuse those with weak references."""

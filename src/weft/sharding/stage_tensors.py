@@ -1,10 +1,17 @@
-"""Which rank of a pipeline keeps which parameters; on the others they are on meta, under their own names."""
+"""Which rank of a pipeline keeps which parameters; on the others they are on meta, under their own names.
+
+[Note: tied over stages] A tensor that layers of several stages use, as an embedding that is the head as well, is on
+each of their ranks, and there it is one tensor under all its names. The ranks begin with the same values, the calls of
+the module add up the gradients, and so each rank updates its copy alike. The first of them owns it: its gradient counts
+in norms and is the one that all step on, and its values are what `undo` gives to all.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,8 +24,8 @@ from weft.context import DistContext
 from weft.context.placement import place_module
 from weft.contract import Layout, gradient_axes
 from weft.engines.torch.hooks.every_optimizer import optimizers_of, parameters_of
-from weft.sharding.meta import Materializer
-from weft.sharding.stages import PipelinePlan, stage_of
+from weft.sharding.meta import Materializer, own_tensors
+from weft.sharding.stages import PipelinePlan, stages_of
 from weft.tensors.blocks import full_tensor
 from weft.tensors.dtensor import local
 from weft.tensors.nested import map_tensors
@@ -35,12 +42,19 @@ class StageTensors:
         self._ctx = ctx
         self._line = ctx.on(axis)
         self._axis = axis
-        self._plan = plan
-        self._owners = owners
+        self._ranks = _ranks_of(module, plan, owners)
         # What no rank of the line has, as an expert of another rank.
         self._missing = frozenset(
             name for name, p in module.named_parameters(remove_duplicate=False) if is_elsewhere(p)
         )
+        self._layers = frozenset(name for names in plan.stages for name in names)
+
+    @property
+    def copies(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that have a copy of a tied parameter, by one of its names; see [Note: tied over stages]."""
+        module = self._module()
+        named = () if module is None else module.named_parameters()
+        return {name: ranks for name, _ in named if len(ranks := self._ranks.get(name, ())) > 1}
 
     def layout(self, name: str) -> Layout | None:
         """The ranks that have a parameter."""
@@ -58,22 +72,17 @@ class StageTensors:
         module = self._module()
         assert module is not None
         made: dict[int, Any] = {}
-        parts = list(self._parts(module))
         if source is not None:
-            for part, owner in parts:
-                if owner not in (None, self._line.rank):
-                    source.leave(part)
+            source.leave(part for name, part in module.named_modules() if self._is_elsewhere(name, part))
             source.make_real(module)
             source.forget()
-        for part, owner in parts:
+        for name, part, tensors in list(self._parts(module)):
             if source is None:
                 place_module("pipeline", part, self._ctx)
-                tensors = [*part.parameters(), *part.buffers()]
-                self._ctx.engine.broadcast_state(tensors, _group(self._line))
-            if owner not in (None, self._line.rank):
-                _let_go(part, made)
+                self._ctx.engine.broadcast_state([attrgetter(one)(part) for one in tensors], _group(self._line))
+            self._let_go(name, part, made)
         for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-            if name in {layer for stage in self._plan.stages for layer in stage}:  # a parameter of no layer
+            if name in self._layers:  # a parameter of no layer
                 self._keep_loose(module, name, parameter, made)
 
     def undo(self) -> None:
@@ -97,36 +106,52 @@ class StageTensors:
     # -- how -------------------------------------------------------------------------------------
 
     def _owner(self, name: str) -> int | None:
-        stage = stage_of(self._plan, name)
-        return None if stage is None else self._owners[stage]
+        return next(iter(self._ranks.get(name, ())), None)
 
-    def _parts(self, module: nn.Module) -> Iterator[tuple[nn.Module, int | None]]:
-        """The layers, and the modules outside of all layers without their children; each with its owner."""
+    def _is_elsewhere(self, name: str, part: nn.Module | None = None) -> bool:
+        """Whether other ranks have a tensor, or all of a module's own ones."""
+        names = [name] if part is None else [f"{name}.{own}" if name else own for own, _ in own_tensors(part)]
+        return bool(names) and all(self._line.rank not in self._ranks.get(one, (self._line.rank,)) for one in names)
+
+    def _parts(self, module: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+        """The layers, and the modules outside of all layers that have no children.
+
+        Yields:
+            The name of each, itself, and the names in it of the tensors that no part before it has.
+        """
         inside: set[int] = set()
         for name, part in module.named_modules():
             if id(part) in inside:
                 continue
-            owner = self._owner(name) if name else None
-            if owner is not None:
+            if name in self._layers:
                 inside |= {id(one) for one in part.modules()}
-                yield part, owner
-            elif not any(True for _ in part.children()):
-                yield part, None
+            if name in self._layers or not any(True for _ in part.children()):
+                named = dict((*part.named_parameters(), *part.named_buffers()))
+                yield name, part, [own for own, tensor in named.items() if id(tensor) not in inside]
+                inside |= set(map(id, named.values()))
+
+    def _let_go(self, prefix: str, part: nn.Module, made: dict[int, Any]) -> None:
+        """Put tensors without memory in the place of those that other ranks have."""
+        for path, one in part.named_modules(prefix=prefix):
+            for kind in (torch_internals.PARAMETERS.of(one), torch_internals.BUFFERS.of(one)):
+                held: list[tuple[str, Any]] = list(kind.items())
+                for own, tensor in held:
+                    if tensor is not None and not is_elsewhere(tensor) and self._is_elsewhere(f"{path}.{own}"):
+                        kind[own] = made.setdefault(id(tensor), empty_elsewhere(tensor))
 
     def _keep_loose(self, module: nn.Module, name: str, parameter: nn.Parameter, made: dict[int, Any]) -> None:
         prefix, _, own = name.rpartition(".")
-        owner = self._owner(name)
         if parameter.device != self._ctx.device and not parameter.is_meta:
             parameter.data = parameter.data.to(self._ctx.device)
         if not parameter.is_meta:
             dist.broadcast(local(parameter.detach()), group=_group(self._line), group_src=0)
-        if owner != self._line.rank:
+        if self._is_elsewhere(name):
             part = module.get_submodule(prefix)
             torch_internals.PARAMETERS.of(part)[own] = made.setdefault(id(parameter), empty_elsewhere(parameter))
 
     def _brought(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
         real = tensor
-        if owner != self._line.rank:
+        if is_elsewhere(tensor):
             forget_elsewhere(tensor)
             empty = torch.empty_like(tensor.detach(), device=self._ctx.device)
             real = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
@@ -174,14 +199,15 @@ def forget_state(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer])
                 optimizer.state.pop(parameter, None)
 
 
-def _let_go(part: nn.Module, made: dict[int, Any]) -> None:
-    for one in part.modules():
-        for name, parameter in torch_internals.PARAMETERS.of(one).items():
-            if parameter is not None:
-                torch_internals.PARAMETERS.of(one)[name] = made.setdefault(id(parameter), empty_elsewhere(parameter))
-        for name, buffer in torch_internals.BUFFERS.of(one).items():
-            if buffer is not None:
-                torch_internals.BUFFERS.of(one)[name] = empty_elsewhere(buffer)
+def _ranks_of(module: nn.Module, plan: PipelinePlan, owners: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """The ranks that have each tensor of the stages, in their order, by each of its names."""
+    kinds = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    named = {name: tensor for kind in kinds for name, tensor in kind}
+    stages: dict[int, set[int]] = {}
+    for name, tensor in named.items():
+        stages.setdefault(id(tensor), set()).update(stages_of(plan, name))
+    ranks = {one: tuple(dict.fromkeys(owners[number] for number in sorted(found))) for one, found in stages.items()}
+    return {name: ranks[id(tensor)] for name, tensor in named.items() if ranks[id(tensor)]}
 
 
 def _group(line: DistContext) -> dist.ProcessGroup:

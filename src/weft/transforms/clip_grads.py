@@ -10,13 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from weft.checks import as_number
 from weft.context import DistContext
-from weft.contract import Placed, offered, owners
-from weft.engines.torch.compute.grad_norm import Gradients, with_nonfinite_gradient
+from weft.contract import Placed, is_here, offered, owners
+from weft.engines.torch.compute.grad_norm import Gradients, PartlyHeld, with_nonfinite_gradient
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.parts.left_gathered import drop_gathered
 from weft.engines.torch.steps.in_backward import check_has_gradients
@@ -97,7 +96,7 @@ def clip_grads(
     check_has_gradients("clip_grads", parameters)
     if max_value is not None:
         _check_real(parts)
-    gradients = Gradients(parameters, ctx.device, _owning_groups(parameters, ctx))
+    gradients = Gradients(parameters, ctx.device, _partly_held(parameters, ctx))
     if nonfinite is None:
         norm: torch.Tensor = gradients.norm(float(norm_type))
     else:
@@ -119,11 +118,11 @@ def clip_grads(
     return norm
 
 
-def _owning_groups(parameters: list[torch.Tensor], ctx: DistContext) -> dict[int, dist.ProcessGroup]:
+def _partly_held(parameters: list[torch.Tensor], ctx: DistContext) -> dict[int, PartlyHeld]:
     """The ranks of which only some have a parameter, by its id: those along the axes of a pipeline."""
     given = set(map(id, parameters))
     modules = {id(obj): obj for record in ctx.applied for obj in (ref() for ref in record.refs)}
-    found: dict[int, dist.ProcessGroup] = {}
+    found: dict[int, PartlyHeld] = {}
     for module in modules.values():
         if not isinstance(module, nn.Module) or not offered(module, Placed):
             continue
@@ -132,7 +131,7 @@ def _owning_groups(parameters: list[torch.Tensor], ctx: DistContext) -> dict[int
             if name in partly and id(parameter) in given:
                 group = ctx.on([axis for axis, _ in partly[name]]).group
                 if group is not None:
-                    found[id(parameter)] = group
+                    found[id(parameter)] = PartlyHeld(group, is_copy=not is_here(partly[name], ctx))
     return found
 
 

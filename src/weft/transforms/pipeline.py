@@ -21,8 +21,8 @@ from weft.context.placement import check_place, check_ranks_send, place_module
 from weft.contract import EndsBackward, Phase, agree_on_parameters, offered, transform
 from weft.engines.options import PipelineOptions
 from weft.engines.torch.pipeline.batch_parts import check_flags
+from weft.engines.torch.pipeline.losses import SingleStage
 from weft.engines.torch.pipeline.schedules import check_schedule, owners, stages_per_rank
-from weft.engines.torch.pipeline.single_stage import SingleStage
 from weft.engines.torch.reducing.trained import is_reduced
 from weft.errors import AlreadyApplied, ContextError, ContractError, type_error
 from weft.peers.ledger import Ledger
@@ -69,12 +69,15 @@ def pipeline(
     schedules run here.
 
     Changes: `module` in place: rank 0's values; parameters and buffers of other stages are on meta under their own
-    names, without gradients. Calls of its layers are routed. Names, class and keys stay.
+    names, without gradients; of weights that stages share, each of their ranks has a copy. Calls of its layers are
+    routed. Names, class and keys stay.
     Collectives: here, one broadcast of all parameters along `axis`; per call and micro-batch, one message forward and
-    one back between neighbors, and one broadcast of the loss. The first call with inputs of new shapes also sends the
-    first micro-batch once more, to learn the shapes. Without gradients, one message forward per micro-batch, and a
-    broadcast of the outputs. Probes send two micro-batches twice more, forward and back, in calls that are measured,
-    and in the first one the parameters of each layer once to all ranks along `axis`.
+    one back between neighbors, and one broadcast of the loss. The gradient of weights that stages share goes from each
+    of their ranks to each other one, and before a step once more from the first one. The first call with inputs of new
+    shapes also sends the first micro-batch once more, to learn the shapes. Without gradients, one message forward per
+    micro-batch, and a broadcast of the outputs; with a cache, one all-reduce of shapes besides. Probes send two
+    micro-batches twice more, forward and back, in calls that are measured, and in the first one the parameters of each
+    layer once to all ranks along `axis`.
 
     Args:
         module: Whose layers forward calls one after the other, each once; on the CPU, on `ctx.device` or on meta.
@@ -99,9 +102,8 @@ def pipeline(
     Raises:
         AlreadyApplied: `module` is replicated or sharded already.
         ContextError: There is no such axis, the ranks pass different models or options, or torch is older than 2.13.
-        ContractError: Fewer blocks than stages, tied weights on several stages, fp16, or `tensor_parallel` with
-            `sequence=True`. In a call, `ProbeFailed`: rows depend on each other, or the mean over the micro-batches
-            is not the loss of the batch.
+        ContractError: Fewer blocks than stages, or fp16. In a call, `ProbeFailed`: rows depend on each other, or the
+            mean over the micro-batches is not the loss of the batch.
         OrderError: A living optimizer holds parameters and is not in `rebind`.
         TypeError: Not a module, or an option of another kind.
         ValueError: An option is out of range, or the schedule does not fit the number of stages or micro-batches.
@@ -159,7 +161,14 @@ def pipeline(
 
     peers, guard = Ledger(line.world, "pipeline"), partial(_in_call, line.world, offered(module, EndsBackward))
     calls = PipelinedModule(
-        module, line.group, ctx.device, options, peers, guard, lambda value, rank: broadcast(value, line, source=rank)
+        module,
+        line.group,
+        ctx.device,
+        options,
+        peers,
+        guard,
+        lambda value, rank: broadcast(value, line, source=rank),
+        tensors.copies,
     )
     return module, ctx.offering(tensors, calls)
 
@@ -207,13 +216,6 @@ def _check_module(module: nn.Module, ctx: DistContext) -> None:
             found="with_precision with fp16, whose scale acts outside the backward passes of micro-batches",
             expected='"bf16" or "fp32"',
             fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
-        )
-    if any(("sequence", "True") in record.options for record in ctx.records(module)):
-        raise ContractError(
-            "pipeline: the sequence is sharded between the layers",
-            found="tensor_parallel(..., sequence=True), which begins with the first block and ends with the last one",
-            expected="layers that return full sequences: positions between them are computed on every stage",
-            fix="weft.tensor_parallel(model, ctx, sequence=False)",
         )
     check_flags(module, {})
 

@@ -43,10 +43,24 @@ class GradientRanks(NamedTuple):
     Attributes:
         cut: The sets of ranks over which their shards lie.
         line: The ranks of which only some have them; () if all have.
+        is_copy: Whether another rank of the line adds them up, as of weights that are tied over stages.
     """
 
     cut: Cut = ()
     line: Ranks = ()
+    is_copy: bool = False
+
+
+class PartlyHeld(NamedTuple):
+    """Who has a parameter that not all ranks have.
+
+    Attributes:
+        group: The ranks of which some have it.
+        is_copy: Whether this rank has a copy, and another one is its owner.
+    """
+
+    group: dist.ProcessGroup
+    is_copy: bool
 
 
 class TotalNorm(NamedTuple):
@@ -65,11 +79,12 @@ class Gradients:
     """The gradients of some parameters, as this rank holds them."""
 
     def __init__(
-        self, parameters: Iterable[torch.Tensor], device: torch.device, partly: Mapping[int, dist.ProcessGroup]
+        self, parameters: Iterable[torch.Tensor], device: torch.device, partly: Mapping[int, PartlyHeld]
     ) -> None:
         self._device = device
-        self._partly = {one: tuple(dist.get_process_group_ranks(group)) for one, group in partly.items()}
-        self._lines = {self._partly[one]: group for one, group in partly.items()}
+        lines = {one: tuple(dist.get_process_group_ranks(held.group)) for one, held in partly.items()}
+        self._partly = {one: GradientRanks((), lines[one], held.is_copy) for one, held in partly.items()}
+        self._lines = {lines[one]: held.group for one, held in partly.items()}
         self._dtype = torch.float32  # of the norm, if gradients are cut
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
         with torch.no_grad():
@@ -77,9 +92,8 @@ class Gradients:
         self._pieces = {place: _by_kind(tensors) for place, tensors in pieces.items()}
 
     def _collect(self, parameters: Iterable[torch.Tensor]) -> dict[GradientRanks, list[torch.Tensor]]:
-        whole: list[torch.Tensor] = []
-        pieces: dict[GradientRanks, list[torch.Tensor]] = {GradientRanks(): whole}
-        layouts: dict[tuple[int, object, torch.dtype, Ranks], list[torch.Tensor]] = {}
+        pieces: dict[GradientRanks, list[torch.Tensor]] = {GradientRanks(): []}
+        layouts: dict[tuple[int, object, torch.dtype, GradientRanks], list[torch.Tensor]] = {}
         # Who has a DTensor has imported it; an empty tuple is the type of nothing.
         dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
@@ -87,23 +101,23 @@ class Gradients:
             return isinstance(tensor, dtensor)
 
         for p in parameters:
-            gradient, line = p.grad, self._partly.get(id(p), ())
+            gradient, line = p.grad, self._partly.get(id(p), GradientRanks())
             if is_elsewhere(p):
                 continue
             if isinstance(gradient, CutGradient):
-                pieces.setdefault(GradientRanks(self._ranks_of(gradient), line), []).append(gradient.piece())
+                pieces.setdefault(line._replace(cut=self._ranks_of(gradient)), []).append(gradient.piece())
                 self._dtype = torch.promote_types(self._dtype, gradient.dtype.to_real())
                 continue
             layout = gradient if is_sharded(gradient) else p
             if not is_sharded(layout):
                 if gradient is not None:
-                    same = pieces.setdefault(GradientRanks((), line), []) if line else whole
-                    same.append(gradient if gradient.layout is torch.strided else _values(p, gradient))
+                    values = gradient if gradient.layout is torch.strided else _values(p, gradient)
+                    pieces.setdefault(line, []).append(values)
                 continue
             # Also for a parameter without gradient: the other ranks may have one and wait for our number.
             key = (id(layout.device_mesh), layout.placements, layout.dtype, line)
             if key not in layouts:
-                layouts[key] = pieces.setdefault(GradientRanks(self._cut_of(layout), line), [])
+                layouts[key] = pieces.setdefault(line._replace(cut=self._cut_of(layout)), [])
                 self._dtype = torch.promote_types(self._dtype, layout.dtype.to_real())
             if gradient is not None:
                 # Without grad mode no detach is needed, which is ten times the work on a DTensor.
@@ -160,7 +174,8 @@ class Gradients:
         return TotalNorm(torch.where(value.isfinite(), math.nan, value), is_finite=False)
 
     def _combined(self, p: float, everyone: Ranks | None) -> torch.Tensor:
-        norms = {place: _norm(kinds, p, self._device) for place, kinds in self._pieces.items()}
+        counted = {place: kinds for place, kinds in self._pieces.items() if not place.is_copy}
+        norms = {place: _norm(kinds, p, self._device) for place, kinds in counted.items()}
         whole = norms.pop(GradientRanks())
         if not norms and not self._lines:
             return whole
@@ -171,6 +186,8 @@ class Gradients:
         # The message to everyone comes last: it tells what this rank alone knows of the others.
         for ranks in sorted(self._groups, key=lambda ranks: ranks == everyone):
             members = [place for place in powers if ranks in place.cut]
+            if not members:  # the shards of copies alone
+                continue
             numbers = torch.stack([powers[place] for place in members])
             if ranks == everyone:
                 others = [power for place, power in powers.items() if place not in members]

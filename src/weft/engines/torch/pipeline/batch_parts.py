@@ -188,8 +188,13 @@ def num_items(module: nn.Module, forward: Callable[..., Any], inputs: Inputs) ->
     return (labels[..., 1:] if kind == "ForCausalLM" else labels).ne(_IGNORED).sum()
 
 
-def check_flags(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Raise if a model of transformers is to collect something over all its layers, or to keep a cache.
+def check_flags(module: nn.Module, kwargs: Mapping[str, Any], *, keeps_cache: bool = False) -> None:
+    """Raise if a model of transformers is to collect something over all its layers.
+
+    Args:
+        module: The model.
+        kwargs: Of a call.
+        keeps_cache: Whether the call may have a cache, as one without gradients.
 
     Raises:
         ValueError: The text names the option.
@@ -197,11 +202,11 @@ def check_flags(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
     config = getattr(module, "config", None)
     names = ("output_router_logits", "output_hidden_states", "output_attentions")
     flags = [name for name in names if kwargs.get(name, getattr(config, name, False) is True)]
-    flags += [name for name in ("use_cache", "past_key_values") if kwargs.get(name)]
+    flags += [name for name in ("use_cache", "past_key_values") if kwargs.get(name) and not keeps_cache]
     if flags:
         given = [f"{flag}={None if flag == 'past_key_values' else False}" for flag in flags if flag in kwargs]
         lines = [f"model.config.{flag} = False" for flag in flags if flag not in kwargs]
-        lines += [f"{', '.join(given)} in the call, also of model.generate"] if given else []
+        lines += [f"{', '.join(given)} in the call"] if given else []
         raise value_error(
             f"pipeline: {type(module).__name__} would collect values of all layers, which lie on several stages",
             found=listed(flags),

@@ -1,4 +1,7 @@
-"""The loss of a pass over the micro-batches: what the last stage computes, and how all ranks learn of it."""
+"""The loss of a pass over the micro-batches: what the last stage computes, and how all ranks learn of it.
+
+And that of a pipeline of one stage, which is a module whose calls give a loss.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from weft.engines.torch.pipeline.batch_parts import Inputs
+from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.pipeline.batch_parts import NOTHING, Inputs, inputs_of
 from weft.engines.torch.pipeline.stage_parameters import WaitingGradients
 from weft.errors import ContractError, ProbeFailed, type_error
 from weft.tensors.dtensor import local
@@ -22,6 +27,28 @@ LossFunction = Callable[[Any, Any], Any]
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ROUNDING = MappingProxyType(dict(zip(_DTYPES, (1e-11, 1e-5, 1e-2, 2e-3), strict=True)))
 FORMS = ("tensor", "output", "dict")
+
+
+class SingleStage:
+    """Calls of a module take a target."""
+
+    def __init__(self, module: nn.Module, loss: Callable[[Any, Any], Any] | None) -> None:
+        self._loss = loss
+        self._removable = Removable()
+        attach(module, self._removable, around=self._around, methods=["forward"])
+
+    def undo(self) -> None:
+        """Let calls give the output again."""
+        self._removable.remove()
+
+    def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._loss is not None
+        inputs = inputs_of(call, args, kwargs, has_loss=True)
+        output = call(*inputs.args, **inputs.kwargs)
+        if inputs.target is NOTHING:
+            return output
+        value = self._loss(output, inputs.target)
+        return value[0] / value[1] if isinstance(value, (tuple, list)) and len(value) == 2 else value
 
 
 class MicroBatchLoss(NamedTuple):

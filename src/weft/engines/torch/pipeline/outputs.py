@@ -101,6 +101,15 @@ def join_rows(parts: Sequence[Any], dims: Sequence[int | None], weights: Sequenc
     return map_tensors(one, parts[0])
 
 
+def with_cache(output: Any, cache: Any) -> Any:
+    """The output with the cache of this rank, where the module returns one by name."""
+    if isinstance(output, dict):
+        output["past_key_values"] = cache
+    elif isinstance(output, types.SimpleNamespace):
+        output.past_key_values = cache
+    return output
+
+
 def as_output(value: Any) -> Any:
     """What `batch_output` made and the ranks have received, as the module returns it."""
     if not isinstance(value, dict) or set(value) != _SENT:

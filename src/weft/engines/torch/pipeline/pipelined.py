@@ -9,7 +9,8 @@ gradients in the backward pass that the user calls, and never those of a micro-b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,12 +36,19 @@ from weft.engines.torch.pipeline.losses import (
     share_result,
     with_gradients,
 )
-from weft.engines.torch.pipeline.outputs import as_output, batch_output, form_of, join_rows, sendable
+from weft.engines.torch.pipeline.outputs import as_output, batch_output, form_of, join_rows, sendable, with_cache
 from weft.engines.torch.pipeline.row_probe import RowProbe, check_rows
 from weft.engines.torch.pipeline.schedules import make_schedule, owners
 from weft.engines.torch.pipeline.stage_borders import Borders
+from weft.engines.torch.pipeline.stage_cache import StageCache, asks_for_cache
 from weft.engines.torch.pipeline.stage_forward import StageForward
-from weft.engines.torch.pipeline.stage_parameters import Aliases, LentLayers, WaitingGradients, gather_units_once
+from weft.engines.torch.pipeline.stage_parameters import (
+    Aliases,
+    LentLayers,
+    TiedGradients,
+    WaitingGradients,
+    gather_units_once,
+)
 from weft.engines.torch.probes.no_trace import measured, no_trace, random_kept
 from weft.engines.torch.probes.observed import WithoutDropout
 from weft.engines.torch.probes.same_draws import SameDraws
@@ -69,6 +77,7 @@ class PipelinedModule:
         peers: Peers,
         guard: Callable[[], AbstractContextManager[None]],
         share: Callable[[Any, int], Any],
+        copies: Mapping[str, Sequence[int]],
     ) -> None:
         self._options = options
         self._group = group
@@ -81,9 +90,10 @@ class PipelinedModule:
         self._last = len(options.stages) - 1
         self._removable = Removable()
         self._module = module
-        self._forward = StageForward(module, options.stages, self.here, self._removable)
-        self._borders = Borders(group, self.owners, device)
+        self._forward = StageForward(module, options.stages, self.here, device, self._removable)
+        self._borders = Borders(group, self.owners, device, self._forward.returned_until)
         self._aliases = Aliases()
+        self._tied = TiedGradients(copies, group)
         self._schedules: dict[Any, Any] = {}
         self._rows = RowProbe(options.probes, module, self._borders, self.here, len(options.stages))
         self.schedule = self._rows.schedule
@@ -107,12 +117,13 @@ class PipelinedModule:
         self._schedules.clear()
         self._aliases.forget()
         self._part_gradients.release()
+        self._tied.release()
 
     # -- calls -----------------------------------------------------------------------------------
 
     def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_torch_func("pipeline", type(self._module).__name__)
-        check_flags(self._module, kwargs)
+        check_flags(self._module, kwargs, keeps_cache=not torch.is_grad_enabled())
         if self._broke_off:
             raise ContractError(
                 "pipeline: the model is called after a call that has raised between its stages",
@@ -135,6 +146,7 @@ class PipelinedModule:
         try:
             with self._guard(), gather_units_once(self._module), self._aliases.in_place(self._module) as pairs:
                 result, mixed = self._run(call, batches, is_sum=is_sum)
+                self._tied.add_up(self._module)
                 with_gradient = [(p, alias.grad) for p, alias in pairs if alias.grad is not None]
                 for _, alias in pairs:
                     alias.grad = None
@@ -193,15 +205,16 @@ class PipelinedModule:
         with torch.no_grad(), measured():
             for stage in self.here:
                 received = self._borders.receive(batches.key, stage)
-                output = self._compute(stage, batches.parts[0], received)
+                output = self._compute(batches.key, stage, batches.parts[0], received)
                 if stage == self._last:
                     output = self._loss_of(output, batches.parts[0]).value.reshape(1)
                 self._borders.send(batches.key, stage, output)
 
-    def _compute(self, stage: int, part: Inputs, received: Any) -> Any:
+    def _compute(self, key: Hashable, stage: int, part: Inputs, received: Any) -> Any:
         running = self._pass
         assert running is not None
-        return self._forward.run(stage, received, lambda: running.call(*part.args, **part.kwargs))
+        earlier = self._borders.earlier(key, stage)
+        return self._forward.run(stage, received, earlier, lambda: running.call(*part.args, **part.kwargs))
 
     def compute(self, stage: int, index: int, received: tuple[torch.Tensor, ...]) -> Any:
         """What torch's schedule asks for: a stage, for one micro-batch."""
@@ -209,7 +222,7 @@ class PipelinedModule:
         assert running is not None
         part, key = running.batches.parts[index], running.batches.key
         try:
-            output = self._compute(stage, part, self._borders.rebuilt(key, stage - 1, received))
+            output = self._compute(key, stage, part, self._borders.rebuilt(key, stage - 1, received))
             if stage < self._last:
                 return self._borders.flat(key, stage, output)
             if self._options.probes != "off":
@@ -267,12 +280,12 @@ class PipelinedModule:
         assert running is not None
         if running.ends_with_layer:
             return self._loss_of(returned, part)
-        output = self._forward.run(self._last + 1, returned, lambda: running.call(*part.args, **part.kwargs))
+        output = self._forward.run(self._last + 1, returned, (), lambda: running.call(*part.args, **part.kwargs))
         return self._loss_of(output, part)
 
     def _measured(self, stage: int, part: Inputs, received: Any) -> tuple[Any, Any]:
         """What a stage gives, the last one its loss; and what the last layer has returned."""
-        output = self._compute(stage, part, received)
+        output = self._compute(None, stage, part, received)
         return (output, None) if stage < self._last else (self._loss_of(output, part), self._forward.returned)
 
     def _measured_whole(self, part: Inputs) -> MicroBatchLoss | None:
@@ -287,8 +300,10 @@ class PipelinedModule:
     # -- without gradients -----------------------------------------------------------------------
 
     def _infer(self, call: Callable[..., Any], inputs: Inputs) -> Any:
-        """The forwards of all micro-batches; every rank gets what the last stage gives."""
-        batches = MicroBatches(inputs, self._options.micro_batches, exactly=False)
+        """The forwards of all micro-batches, or of a batch with a cache; every rank gets what the last stage gives."""
+        num_layers = sum(map(len, self._options.stages))
+        cache = StageCache(self._module, inputs, num_layers) if asks_for_cache(inputs) else None
+        batches = MicroBatches(inputs, self._options.micro_batches if cache is None else 1, exactly=False)
         count = num_items(self._module, call, inputs) if self._options.loss is None else None
         if count is not None:
             for part in (batches.whole, *batches.parts):
@@ -300,13 +315,18 @@ class PipelinedModule:
                 for part in [batches.together(range(2)), *batches.parts[2:]]:  # see `joined`
                     for stage in self.here:
                         received = self._borders.receive(None, stage)
-                        output = self._compute(stage, part, received)
+                        with contextlib.nullcontext() if cache is None else cache.in_stage():
+                            output = self._compute(None, stage, part, received)
                         if stage == self._last:
                             outputs.append(self._sendable(output, part, is_sum=count is not None))
                         else:
                             self._borders.send(None, stage, output)
                 self._borders.wait()
-                return as_output(self._share(batch_output(outputs) if outputs else None, self.owners[self._last]))
+                found = as_output(self._share(batch_output(outputs) if outputs else None, self.owners[self._last]))
+                if cache is not None:
+                    cache.end(self._group, self._device)
+                    found = with_cache(found, cache.cache)
+                return found
         except Exception as error:
             self._break_off(error)
             raise
@@ -359,12 +379,12 @@ class _StageModule(nn.Module):
         """A pass begins, with these parameters."""
         self._index = 0
         self._parameters.clear()
-        mine = [
-            p
-            for name, p in module.named_parameters()
+        mine = {
+            id(p): p
+            for name, p in module.named_parameters(remove_duplicate=False)
             if any(name == one or name.startswith(f"{one}.") for one in self._layers)
-        ]
-        for index, parameter in enumerate(mine):
+        }
+        for index, parameter in enumerate(mine.values()):
             self._parameters[str(index)] = parameter
 
     @override

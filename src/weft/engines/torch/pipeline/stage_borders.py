@@ -1,8 +1,12 @@
-"""What leaves one stage and enters the next: tensors, and the form in which a layer gives them."""
+"""What leaves one stage and enters the next: tensors, and the form in which a layer gives them.
+
+With them goes what all layers before have returned, without values: the forward of the next stage computes masks and
+positions from it, of the whole sequence where an embedding has returned that and the layers after it only a part.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +15,7 @@ import torch.distributed as dist
 from weft.errors import type_error
 from weft.tensors.dtensor import is_sharded
 
-_WORDS = 64  # of int64, in the message that describes a border
+_WORDS = 256  # of int64, in the message that describes a border
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)
 
 
@@ -28,12 +32,28 @@ class LayerOutput(NamedTuple):
 
 
 _FORMS = ("tensor", "tuple", "list")
+Earlier = tuple[tuple[int, LayerOutput], ...]  # the layers, by number, from which on others are returned than before
 
 
 class Borders:
-    """The borders of the stages of this rank."""
+    """The borders of the stages of this rank.
 
-    def __init__(self, group: dist.ProcessGroup, owners: Sequence[int], device: torch.device) -> None:
+    Args:
+        group: The ranks of the pipeline.
+        owners: The rank of each stage.
+        device: Of this rank.
+        returned: What the layers up to the end of a stage have returned, by number.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        owners: Sequence[int],
+        device: torch.device,
+        returned: Callable[[int], Iterable[tuple[int, Any]]],
+    ) -> None:
+        self._returned = returned
+        self._earlier: dict[tuple[Hashable, int], Earlier] = {}
         self._group = group
         self._owners = owners
         self._device = device
@@ -49,11 +69,12 @@ class Borders:
         self._known[key, stage] = border
         if stage + 1 == len(self._owners):
             return
+        earlier = self._earlier[key, stage] = _runs(self._returned(stage))
         peer = self._owners[stage + 1]
         if peer == self._rank:
             self._here[stage] = tensors
             return
-        self._put((_words(border, self._device), *tensors), peer)
+        self._put((_words(border, earlier, self._device), *tensors), peer)
 
     def receive(self, key: Hashable, stage: int) -> Any:
         """Receive what enters a stage, in the form in which a layer gave it; remember what it is."""
@@ -64,8 +85,13 @@ class Borders:
         if peer == self._rank:
             return self.rebuilt(key, stage - 1, self._here.pop(stage - 1))
         (words,) = self._take([((_WORDS,), torch.int64)], peer)
-        border = self._known[key, stage - 1] = _border(words.tolist())
+        border, self._earlier[key, stage - 1] = _border(words.tolist())
+        self._known[key, stage - 1] = border
         return self.rebuilt(key, stage - 1, self._take([one for one in border.shapes if one is not None], peer))
+
+    def earlier(self, key: Hashable, stage: int) -> Earlier:
+        """What the layers before a stage have returned."""
+        return self._earlier.get((key, stage - 1), ())
 
     def send_back(self, stage: int, gradients: Sequence[torch.Tensor]) -> None:
         """Send the gradients of what entered a stage to the one before it."""
@@ -132,36 +158,73 @@ class Borders:
 
 
 def _described(output: Any) -> tuple[LayerOutput, tuple[torch.Tensor, ...]]:
-    form = "tensor" if isinstance(output, torch.Tensor) else "tuple" if type(output) is tuple else "list"
-    if form == "list" and type(output) is not list:
-        _refuse(type(output).__name__)
-    entries: list[Any] = [output] if form == "tensor" else list(output)
+    found, entries = _entries(output)
+    if found is not None:
+        raise type_error(
+            "pipeline: what leaves a stage cannot be sent",
+            found=found,
+            expected="the last layer of a stage to give a plain floating-point tensor, or a tuple or list of them",
+            fix="weft.pipeline(..., stages=[...]) that end where a layer gives such tensors",
+        )
+    return _form(output, entries), tuple(one for one in entries if one is not None)
+
+
+def _entries(output: Any) -> tuple[str | None, list[Any]]:
+    """What cannot be sent of what a layer gives, if anything; and its tensors."""
+    if not isinstance(output, torch.Tensor) and type(output) not in (tuple, list):
+        return type(output).__name__, []
+    entries: list[Any] = [output] if isinstance(output, torch.Tensor) else list(output)
     for one in entries:
         if one is not None and (not isinstance(one, torch.Tensor) or one.dtype not in _DTYPES or is_sharded(one)):
             kind = type(one).__name__
-            _refuse(f"{kind} of {one.dtype}" if isinstance(one, torch.Tensor) else f"a {form} with a {kind}")
-    shapes = tuple(None if one is None else (tuple(one.shape), one.dtype) for one in entries)
-    return LayerOutput(form, shapes), tuple(one for one in entries if one is not None)
+            is_tensor = isinstance(one, torch.Tensor)
+            return f"{kind} of {one.dtype}" if is_tensor else f"a {type(output).__name__} with a {kind}", []
+    return None, entries
 
 
-def _refuse(found: str) -> None:
-    raise type_error(
-        "pipeline: what leaves a stage cannot be sent",
-        found=found,
-        expected="the last layer of a stage to give a plain floating-point tensor, or a tuple or list of them",
-        fix="weft.pipeline(..., stages=[...]) that end where a layer gives such tensors",
-    )
+def _form(output: Any, entries: Sequence[Any]) -> LayerOutput:
+    form = "tensor" if isinstance(output, torch.Tensor) else type(output).__name__
+    return LayerOutput(form, tuple(None if one is None else (tuple(one.shape), one.dtype) for one in entries))
 
 
-def _words(border: LayerOutput, device: torch.device) -> torch.Tensor:
-    words = [_FORMS.index(border.form), len(border.shapes)]
-    for shape in border.shapes:
-        words += [-1] if shape is None else [_DTYPES.index(shape[1]), len(shape[0]), *shape[0]]
+def _runs(returned: Iterable[tuple[int, Any]]) -> Earlier:
+    """What layers have returned, where it is another form or shape than that of the layer before."""
+    runs: list[tuple[int, LayerOutput]] = []
+    for number, output in returned:
+        found, entries = _entries(output)
+        if found is None and (not runs or runs[-1][1] != _form(output, entries)):
+            runs.append((number, _form(output, entries)))
+    return tuple(runs)
+
+
+def empty_output(output: LayerOutput, make: Callable[[torch.Tensor], Any]) -> Any:
+    """What a layer has returned, of what `make` makes of tensors on meta."""
+    shapes = output.shapes
+    values = [None if one is None else make(torch.empty(one[0], dtype=one[1], device="meta")) for one in shapes]
+    return values[0] if output.form == "tensor" else tuple(values) if output.form == "tuple" else values
+
+
+def _words(border: LayerOutput, earlier: Earlier, device: torch.device) -> torch.Tensor:
+    words, runs = _numbers(border), [[number, *_numbers(output)] for number, output in earlier]
+    fitting = [run for end, run in enumerate(runs, 1) if len(words) + 1 + sum(map(len, runs[:end])) <= _WORDS]
+    words += [len(fitting), *(word for run in fitting for word in run)]
     return torch.tensor(words + [0] * (_WORDS - len(words)), dtype=torch.int64, device=device)
 
 
-def _border(words: list[int]) -> LayerOutput:
+def _numbers(output: LayerOutput) -> list[int]:
+    words = [_FORMS.index(output.form), len(output.shapes)]
+    for shape in output.shapes:
+        words += [-1] if shape is None else [_DTYPES.index(shape[1]), len(shape[0]), *shape[0]]
+    return words
+
+
+def _border(words: list[int]) -> tuple[LayerOutput, Earlier]:
     given = iter(words)
+    output = _output(given)
+    return output, tuple((next(given), _output(given)) for _ in range(next(given)))
+
+
+def _output(given: Iterator[int]) -> LayerOutput:
     form, count = _FORMS[next(given)], next(given)
     shapes: list[tuple[tuple[int, ...], torch.dtype] | None] = []
     for _ in range(count):

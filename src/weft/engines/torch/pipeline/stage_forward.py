@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -23,6 +23,7 @@ from torch import nn
 
 from weft.engines.torch.hooks.method_hooks import Removable, route_calls
 from weft.engines.torch.pipeline.remote_output import RemoteOutput, has_remote
+from weft.engines.torch.pipeline.stage_borders import Earlier, empty_output
 from weft.engines.torch.probes.no_trace import random_kept
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
@@ -59,8 +60,14 @@ class StageForward:
     """
 
     def __init__(
-        self, module: nn.Module, stages: Sequence[Sequence[str]], here: Sequence[int], removable: Removable
+        self,
+        module: nn.Module,
+        stages: Sequence[Sequence[str]],
+        here: Sequence[int],
+        device: torch.device,
+        removable: Removable,
     ) -> None:
+        self._device = device
         self.stages = stages
         self.here = tuple(here)
         self.returned: Any = None
@@ -77,15 +84,31 @@ class StageForward:
             for name, part in parts:
                 route_calls(part, removable, _routed(weakref.ref(self), number, name, is_last=name == parts[-1][0]))
 
-    def run(self, stage: int, received: Any, forward: Callable[[], Any]) -> Any:
+    def returned_until(self, stage: int) -> Iterator[tuple[int, Any]]:
+        """What the layers up to the end of a stage have returned last, without values, by number."""
+        names = [name for names in self.stages[: stage + 1] for name in names]
+        return ((number, self._given[name]) for number, name in enumerate(names) if name in self._given)
+
+    def run(self, stage: int, received: Any, earlier: Earlier, forward: Callable[[], Any]) -> Any:
         """Compute one stage: what its last layer gives, and for the last stage what `forward` gives.
 
         After the last stage comes what forward does with the output of the last layer: one more stage, without layers.
+
+        Args:
+            stage: Its number.
+            received: What the last layer before it has returned.
+            earlier: What all layers before it have returned, without values.
+            forward: Of the module.
 
         Raises:
             ContractError: The layers are called in another order than that of the stages.
         """
         call = _StageCall(stage, received)
+        ends = [number for number, _ in earlier[1:]] + [sum(map(len, self.stages[:stage]))]
+        for (start, output), end in zip(earlier, ends, strict=False):
+            like = empty_output(output, lambda tensor: RemoteOutput.like(tensor, self._device))
+            for name in list(self._numbers)[start:end]:
+                self._given[name] = like
         before, self._running = self._running, call
         try:
             output = forward()
@@ -146,8 +169,7 @@ class StageForward:
             self._raise_order(f"{name} of stage {number} is given what another stage computes", fix=_THROUGH)
         self._check_real((args, kwargs))
         output = self._run(name, run, args, kwargs)
-        if number == len(self.stages) - 1:
-            self._note(name, output)
+        self._note(name, output)
         if not is_last:
             return output
         if number == len(self.stages) - 1:
@@ -175,7 +197,7 @@ class StageForward:
             call.has_received = True
             return call.received
         after = call.stage == len(self.stages)  # all layers: of what is between them, the shapes are not known
-        like = self._given.get(name, call.received) if after else call.received
+        like = self._given.get(name, call.received)
         return map_tensors(lambda tensor: RemoteOutput.like(tensor, any_shape=after), like)
 
     def _check_real(self, value: Any) -> None:
