@@ -31,7 +31,7 @@ from weft.sharding.layers.linear_layers import (
     word_of,
 )
 from weft.sharding.layers.proposed_plan import pattern_of
-from weft.sharding.layers.tensor_plan import STYLES, parts_of, plan_line
+from weft.sharding.layers.tensor_plan import KEPT_WHOLE, STYLES, parts_of, plan_line
 from weft.sharding.shard_checks import check_not_hooked
 from weft.tensors.dtensor import is_sharded
 
@@ -71,7 +71,7 @@ def styles_of(module: nn.Module, plan: Mapping[str, Any] | str) -> tuple[Styles,
             _check_widths(name, part, style)
             chosen.setdefault(name, []).append((pattern, style))
     _check_one_style(module, chosen)
-    wanted = [name for name, found in chosen.items() if found[0][1] not in ("sequence", "replicate")]
+    wanted = [name for name, found in chosen.items() if found[0][1] not in KEPT_WHOLE]
     cut = [name for name in wanted for p in module.get_submodule(name).parameters() if is_sharded(p)]
     if cut:
         raise AlreadyApplied(
@@ -208,7 +208,7 @@ def _tied_style(module: nn.Module, name: str) -> str:
 
 def check_hooks(module: nn.Module, styles: Styles) -> None:
     """Raise if parameters that are to be cut have hooks."""
-    cut = tuple(f"{name}." for name, style in styles.items() if style not in ("replicate", "sequence"))
+    cut = tuple(f"{name}." for name, style in styles.items() if style not in KEPT_WHOLE)
     named = {name: p for name, p in module.named_parameters() if name.startswith(cut)}
     check_not_hooked(_WHAT, "layers that are cut", named, fix=f"weft.{_WHAT}(model, ctx) first, then the hooks")
 

@@ -10,8 +10,9 @@
     "vocab"      an Embedding, whose rows are divided; a head, whose logits stay divided, as a DTensor
     "sequence"   a part that stays whole and treats each position by itself; with `sequence=True`, those of this rank
     "replicate"  a part that stays whole between "column" and "row", where it sees this rank's heads alone
+    "whole"      a part that every rank computes as it is; with `sequence=True`, of the whole sequence
 
-Gradients of the last two are added up over the ranks wherever each has seen a part.
+Gradients of "sequence" and "replicate" are added up over the ranks wherever each has seen a part.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from weft.sharding.layers.adapter_layers import styles_inside
 from weft.sharding.layers.linear_layers import column_style
 from weft.sharding.layers.proposed_plan import has_attention, pattern_of, proposed_plan
 
-STYLES = ("column", "row", "sequence", "vocab", "replicate", "gather")
+STYLES = ("column", "row", "sequence", "vocab", "replicate", "gather", "whole")
+KEPT_WHOLE = ("sequence", "replicate", "whole")
 
 # The words of transformers, in ours; what is missing here is left out.
 _WORDS = MappingProxyType(
@@ -92,7 +94,7 @@ def tensor_plan(module: nn.Module) -> TensorPlan:
         divided, "column:3" and "column:64,16,16" for those with several projections side by side, by their number or
         their widths, "gather" for a head whose outputs are divided and gathered, "vocab" for an embedding,
         or for a head whose outputs stay divided, "replicate" for parts that stay whole between the two, "sequence"
-        for parts that stay whole and may run on a part of the sequence. Its `left_out` has what cannot be
+        for parts that stay whole and may run on a part of the sequence, "whole" for other parts of blocks. Its `left_out` has what cannot be
         translated, which stays whole.
 
     Raises:
@@ -134,7 +136,7 @@ def tensor_plan(module: nn.Module) -> TensorPlan:
             fix=plan_line(module, own=False),
         )
     styles |= _embedding_of(module, styles)
-    styles |= _positionwise(module, styles)
+    styles |= _others_in_blocks(module, styles)
     return TensorPlan(styles, left_out)
 
 
@@ -211,10 +213,10 @@ def _embedding_of(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str
     }
 
 
-def _positionwise(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """What else is in the blocks of a model and treats each position by itself: norms, mixtures of experts.
+def _others_in_blocks(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """What else is in the blocks of a model: norms and mixtures of experts treat each position by itself.
 
-    In a part with columns, a norm may be between these and the row.
+    In a part with columns, a norm may be between these and the row. What a block calls besides gets whole sequences.
     """
     chosen = {name: style for pattern, style in styles.items() for name in parts_of(module, pattern)}
     cut = list(chosen)
@@ -229,8 +231,11 @@ def _positionwise(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str
                     look(full)
             elif type(part).__name__.endswith("Norm") or _is_mixture(part):
                 found[pattern_of(module, full)] = "sequence"
+            elif name in blocks and any(True for _ in part.parameters()):
+                found[pattern_of(module, full)] = "whole"
 
-    for block in (block for blocks in blocks_around(module, cut).values() for block in blocks):
+    blocks = [block for each in blocks_around(module, cut).values() for block in each]
+    for block in blocks:
         look(block)
     return found
 

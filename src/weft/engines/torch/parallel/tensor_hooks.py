@@ -61,14 +61,28 @@ def cut_sequence(mesh: DeviceMesh, name: str) -> Callable[..., Any]:
     return before
 
 
+def whole_sequence(mesh: DeviceMesh) -> Callable[..., Any]:
+    """A hook before a part that needs the whole sequence; `own_part` is the one after it."""
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _replaced(args, kwargs, lambda x: moved(x, mesh, Shard(1), Replicate()).to_local())
+
+    return before
+
+
+def own_part(mesh: DeviceMesh) -> Callable[..., Any]:
+    """A hook that leaves this rank's part of a sequence."""
+    return _of_output(lambda x: moved(x, mesh, Replicate(), Shard(1)).to_local())
+
+
 def join_sequence(mesh: DeviceMesh) -> Callable[..., Any]:
     """A hook that gives every rank the whole sequence again."""
+    return _of_output(lambda x: moved(x, mesh, Shard(1), Replicate()).to_local())
 
-    def join(x: torch.Tensor) -> Any:
-        return moved(x, mesh, Shard(1), Replicate()).to_local()
 
+def _of_output(change: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        return (join(output[0]), *output[1:]) if isinstance(output, tuple) else join(output)
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
     return after
 

@@ -38,8 +38,10 @@ from weft.engines.torch.parallel.tensor_hooks import (
     gather_argument,
     hooks_of,
     join_sequence,
+    own_part,
     remove_added_hooks,
     run_first,
+    whole_sequence,
 )
 from weft.engines.torch.parts.assigned_data import AssignedData
 from weft.engines.torch.parts.cut_gradient import CutLayerGradient
@@ -75,6 +77,8 @@ class TensorParallelModule(Strategy):
         for name in options.gathers:
             arrives = Shard(1) if name in options.inside else Replicate()
             attach(module.get_submodule(name), self._removable, before=gather_argument(mesh, arrives))
+        for name in [name for name, style in options.styles.items() if style == "whole" and name in options.inside]:
+            attach(module.get_submodule(name), self._removable, before=whole_sequence(mesh), after=own_part(mesh))
         if options.blocks:
             first, last = (module.get_submodule(options.blocks[at]) for at in (0, -1))
             attach(first, self._removable, before=cut_sequence(mesh, options.blocks[0]), first=True)
