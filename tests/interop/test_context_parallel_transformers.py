@@ -152,8 +152,7 @@ def _refused(ctx):
         lambda: parallel(num_attention_heads=1, num_key_value_heads=1)(input_ids=ids, position_ids=at),
         lambda: parallel()(input_ids=ids),
         lambda: parallel()(input_ids=ids, position_ids=at, labels=part["labels"]),
-        lambda: parallel()(input_ids=ids, position_ids=at, attention_mask=torch.ones(4, 8).tril()),
-        lambda: parallel("mixtral", sliding_window=8)(input_ids=ids, position_ids=at),
+        lambda: parallel()(input_ids=ids, position_ids=at, attention_mask=torch.ones(1, 1, 8, 8).bool().triu()),
         lambda: parallel("mixtral", output_router_logits=True)(input_ids=ids, position_ids=at),
     ]
     for call in calls:
@@ -173,8 +172,7 @@ def test_what_would_be_silently_wrong_is_refused():
         "1 heads of 'model.layers.0.self_attn' cannot be shared by 2 ranks",
         "the positions of this rank's tokens",
         "with all that it returns, as the positions of this rank's tokens and shifted labels",
-        "attention_mask of LlamaModel cannot be split",
-        "sliding_window = 8, sequences of 16 places",
+        "a mask [1, 1, 8, 8] of torch.bool for 8 of 16 places",
         "MixtralForCausalLM is for one process",
     ]
     for texts in run_ranks(_refused, 2, mesh={"context": 2}):

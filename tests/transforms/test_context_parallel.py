@@ -644,8 +644,8 @@ def test_calls_that_would_be_silently_different_raise():
         "positions that count from 0 on this rank",
         "parts of sequences that were cut in another way",
         "computed without F.scaled_dot_product_attention",
-        "a mask [8, 8] of torch.bool for 8 places",
-        "a mask [2, 1, 8, 8] of torch.float64 for 8 places",
+        "a mask [1, 1, 8, 8] of torch.bool for 8 of 16 places",
+        "a mask [2, 1, 8, 8] of torch.float64 for 8 of 16 places",
         "drops weights with probability 0.5",
         "queries [2, 4, 8, 8], keys [2, 4, 7, 8]",
     ]
