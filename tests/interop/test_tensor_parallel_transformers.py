@@ -189,13 +189,24 @@ def test_save_pretrained_writes_what_one_process_writes(kind, tmp_path):
     assert all(torch.equal(p, found.get_parameter(name)) for name, p in expected.named_parameters())
 
 
-def test_a_model_without_a_plan_is_given_a_proposal():
-    config = transformers.BertConfig(
-        hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9, intermediate_size=24
-    )
-    with pytest.raises(ValueError, match="has no plan for") as error:
-        weft.tensor_plan(transformers.BertForMaskedLM(config))
-    assert "'vocab'" in str(error.value)
+def test_plans_of_encoders_are_read_from_shapes_and_code():
+    few = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 24}
+    layer = {"attention.self.query": "column", "attention.self.key": "column", "attention.self.value": "column"}
+    layer |= {"attention.output.dense": "row", "intermediate.dense": "column", "output.dense": "row"}
+    layer |= {"attention.output.LayerNorm": "sequence", "output.LayerNorm": "sequence"}
+    plan = weft.tensor_plan(transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=9, **few)))
+    assert dict(plan) == {
+        **{f"bert.encoder.layer.*.{name}": style for name, style in layer.items()},
+        "bert.embeddings.word_embeddings": "vocab",
+        "cls.predictions.decoder": "gather",
+    }
+    plan = weft.tensor_plan(transformers.ViTModel(transformers.ViTConfig(**few, image_size=8, patch_size=4)))
+    assert plan["layers.*.attention.v_proj"] == "column" and plan["layers.*.mlp.fc2"] == "row"
+    config = transformers.T5Config(d_model=16, d_kv=4, d_ff=24, num_heads=2, num_layers=1, vocab_size=9)
+    plan = weft.tensor_plan(transformers.T5ForConditionalGeneration(config))
+    assert plan["decoder.block.*.layer.*.EncDecAttention.o"] == "row"
+    assert plan["shared"] == plan["encoder.embed_tokens"] == plan["decoder.embed_tokens"] == "vocab"
+    assert plan["encoder.block.*.layer.*.layer_norm"] == "sequence"
 
 
 def heads(ctx, count):

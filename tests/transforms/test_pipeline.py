@@ -473,6 +473,12 @@ def test_checkpoints_between_meshes(tmp_path, strategy, make):
     _check(found, second)
 
 
+def _on_meta(make):
+    model = make(4).to("meta")
+    weft.weights.tie(model, weft.weights.find_tied(make(4)))
+    return model
+
+
 def _loaded(ctx, path, strategy, make):
     model = make(4)
     with torch.no_grad():
@@ -482,7 +488,7 @@ def _loaded(ctx, path, strategy, make):
     if strategy:
         model, ctx = getattr(weft, strategy)(model, ctx)
     weft.load_weights(model, path, ctx)
-    on_meta = make(4).to("meta")
+    on_meta = _on_meta(make)
     on_meta.scale = torch.tensor(0.5, dtype=torch.float64)
     drawn, _ = weft.pipeline(on_meta, ctx.on("pipeline"), loss=_loss, micro_batches=2, weights=make(4).state_dict)
     return _own(model), _own(drawn)
@@ -508,7 +514,7 @@ def test_weights_are_loaded_by_the_ranks_that_have_them(tmp_path, strategy, mesh
 
 
 def _drawn(ctx):
-    model = _tied(4).to("meta")
+    model = _on_meta(_tied)
     model.scale = torch.tensor(0.5, dtype=torch.float64)
     if ctx.world_size > 1:
         model, ctx = weft.pipeline(model, ctx, loss=_loss, micro_batches=2)

@@ -41,7 +41,7 @@ def layouts(module: nn.Module, ctx: DistContext) -> dict[str, Layout]:
     Example:
         >>> import weft
         >>> layouts(nn.Linear(2, 2, bias=False), weft.local())
-        {'weight': Layout(cut=(), owner=(), copies=(), reduce_over=('data',), mesh=())}
+        {'weight': Layout(cut=(), owner=(), reduce_over=('data',), mesh=())}
     """
     default = gradient_axes(module, ctx)
     names = [name for name, _ in module.named_parameters()]
@@ -222,7 +222,6 @@ def _layout(
     return Layout(
         cut=tuple(axis for axis, _ in ctx.axes if axis in cut),
         owner=tuple(dict.fromkeys(owner for layout in given for owner in layout.owner)),
-        copies=tuple(dict.fromkeys(rank for layout in given for rank in layout.copies)),
         reduce_over=tuple(axis for axis, _ in ctx.axes if axis in added or axis in kept),
         mesh=mesh,
     )

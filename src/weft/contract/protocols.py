@@ -141,9 +141,7 @@ class Layout(NamedTuple):
     Attributes:
         cut: Axes whose ranks hold different parts of it.
         owner: `(axis, coordinate)`, where only the ranks at this coordinate hold it; on the others it is on meta,
-            under its own name.
-        copies: Other coordinates along the axis of the owner whose ranks hold it too, with the owner's gradient: it
-            counts once in norms, and is reduced in a message of its own, for equal bits.
+            under its own name, or a copy with the owner's gradient, which counts once.
         reduce_over: Axes over which its gradient is summed. It is then divided by `mean_over` of the strategy, which
             is the same number for all parameters.
         mesh: Of a DTensor: the axes along each dimension of its mesh; `layouts` fills it in.
@@ -151,7 +149,6 @@ class Layout(NamedTuple):
 
     cut: tuple[str, ...] = ()
     owner: tuple[tuple[str, int], ...] = ()
-    copies: tuple[int, ...] = ()
     reduce_over: tuple[str, ...] = ()
     mesh: tuple[tuple[str, ...], ...] = ()
 

@@ -36,14 +36,12 @@ class Reduction(NamedTuple):
         divide: The number of ranks over which it is summed: what arrives is divided by it.
         first: Whether this rank counts where those with copies have equal gradients.
         scale: What arrives is multiplied by it, where fewer ranks add up than gradients are averaged over.
-        alone: Whether it travels in a message of its own, so that the order of the sum depends on nothing else.
     """
 
     group: dist.ProcessGroup | None
     divide: int
     first: bool = True
     scale: float = 1.0
-    alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,9 +190,10 @@ class TensorOptions(StrategyOptions):
         summed: Names of whole parameters of whose gradients each rank has a part.
         fused: What columns hold of which no rank gets an equal part: several projections, or heads that ranks share.
         attributes: Of parts whose attributes have other values while a rank computes its share, these values.
+        head_tables: Whether there are tables with a number per head, which become masks of attention.
         transposed: Layers whose weight is [inputs, outputs].
         make_real: Called with a part before it is cut, if the module is on meta.
-        told: Called with (module, styles, rank, ranks, what to undo, sequence=) when the layers are cut.
+        told: Called with (module, styles, rank, ranks, what to undo, first_block=) when the layers are cut.
     """
 
     styles: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -204,6 +203,7 @@ class TensorOptions(StrategyOptions):
     summed: tuple[str, ...] = ()
     fused: Mapping[str, tuple[FusedPart, ...]] = field(default_factory=dict, compare=False)
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict, compare=False)
+    head_tables: bool = False
     transposed: frozenset[str] = field(default=frozenset(), compare=False)
     make_real: Callable[[nn.Module], None] | None = field(default=None, compare=False)
     told: Sequence[Callable[..., None]] = field(default=(), compare=False)

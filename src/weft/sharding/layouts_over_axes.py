@@ -54,7 +54,7 @@ def broadcast_state(module: nn.Module, found: Layouts, ctx: DistContext, names: 
 def reductions(
     found: Layouts, ctx: DistContext, names: Sequence[str], also: Collection[str] = ()
 ) -> dict[str, Reduction]:
-    """How gradients are reduced that are not reduced with the others: of DTensors, over other axes, or of copies.
+    """How gradients are reduced that are not reduced with the others: of DTensors, and over other axes.
 
     Args:
         found: Where the parameters lie.
@@ -69,7 +69,7 @@ def reductions(
     apart: dict[str, Reduction] = {}
     for name, layout in found.items():
         axes = _wide(ctx, layout.reduce_over)
-        if not layout.mesh and axes == usual and name not in also and not layout.copies:
+        if not layout.mesh and axes == usual and name not in also:
             continue
         # Along these ranks hold copies of a DTensor, so that gradients may be partial sums.
         copies = {axis for along in layout.mesh for axis in along if axis not in layout.cut}
@@ -79,7 +79,6 @@ def reductions(
             divide=_size(ctx, axes),
             first=all(ctx.coordinates[axis] == 0 for axis in copies if axis not in axes),
             scale=_size(ctx, axes) / _size(ctx, usual),
-            alone=bool(layout.copies),
         )
     return apart
 

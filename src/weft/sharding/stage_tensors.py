@@ -3,7 +3,7 @@
 [Note: tied over stages] A tensor that layers of several stages use, as an embedding that is the head as well, is on
 each of their ranks, and there it is one tensor under all its names. The ranks begin with the same values, the calls of
 the module add up the gradients, and so each rank updates its copy alike. The first of them owns it: its gradient counts
-in norms, and it is what `undo` gives to all.
+in norms and is the one that all step on, and its values are what `undo` gives to all.
 """
 
 from __future__ import annotations
@@ -58,11 +58,10 @@ class StageTensors:
 
     def layout(self, name: str) -> Layout | None:
         """The ranks that have a parameter."""
-        module, ranks = self._module(), self._ranks.get(name)
-        if ranks is None or module is None:
+        module, owner = self._module(), self._owner(name)
+        if owner is None or module is None:
             return None
-        reduce_over = gradient_axes(module, self._ctx)
-        return Layout(owner=((self._axis, ranks[0]),), copies=ranks[1:], reduce_over=reduce_over)
+        return Layout(owner=((self._axis, owner),), reduce_over=gradient_axes(module, self._ctx))
 
     def keep(self, source: Materializer | None) -> None:
         """Keep the stages of this rank, with the values of the first one; leave no memory for the others.

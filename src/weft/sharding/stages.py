@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 
 from weft.checks import check_count, check_module
+from weft.contract.select_modules import select
 from weft.errors import ContractError, listed, type_error, value_error
+from weft.tensors.nested import tensors
 
 
 @dataclass(frozen=True)
@@ -19,40 +24,61 @@ class PipelinePlan:
     Attributes:
         stages: For each stage the names of its layers, in the order in which forward calls them.
         num_bytes: Bytes of parameters of each stage; those of tied weights in each stage that uses them.
+        costs: Of each stage, if the layers were given any.
     """
 
     stages: tuple[tuple[str, ...], ...]
     num_bytes: tuple[int, ...]
+    costs: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         rows = [
-            f"{number:>5}  {size:>14,}  {names[0]}{f' ... {names[-1]}' if len(names) > 1 else ''} ({len(names)})"
-            for number, (names, size) in enumerate(zip(self.stages, self.num_bytes, strict=True))
+            (
+                str(number),
+                f"{size:,}",
+                *cost,
+                f"{names[0]}{f' ... {names[-1]}' if len(names) > 1 else ''} ({len(names)})",
+            )
+            for number, (names, size, cost) in enumerate(zip(self.stages, self.num_bytes, self._said(), strict=True))
         ]
-        return "\n".join([f"{'stage':>5}  {'bytes':>14}  layers", *rows])
+        table = [("stage", "bytes", *(["cost"] if self.costs else []), "layers"), *rows]
+        widths = (5, 14, *([12] if self.costs else []))
+        return "\n".join(
+            "  ".join([*(f"{one:>{width}}" for one, width in zip(row, widths, strict=False)), row[-1]]) for row in table
+        )
+
+    def _said(self) -> list[tuple[str, ...]]:
+        return [(f"{cost:,.6g}",) for cost in self.costs] or [()] * len(self.stages)
 
 
-def plan_pipeline(module: nn.Module, n: int) -> PipelinePlan:
+def plan_pipeline(module: nn.Module, n: int, *, cost: object = None) -> PipelinePlan:
     """Share out the layers of a module over the stages of a pipeline, for `pipeline(stages=...)`, or to be printed.
 
     The layers come one after the other as `base_model_pp_plan` of transformers says, else in the order in which they
     are registered: the children of the module, of its `nn.ModuleList` and `nn.Sequential`, and of what holds these.
-    Neighbors share a stage, so that the largest stage has as few bytes of parameters as possible. That forward calls
-    them in this order is checked when it runs.
+    Neighbors share a stage, so that the largest stage has as few bytes of parameters as possible, or costs as little as
+    possible. That forward calls them in this order is checked when it runs.
 
     Changes: nothing. Collectives: none.
 
     Args:
         module: With its parameters anywhere, also on meta.
         n: Number of stages: the ranks of the axis, times 2 for the schedules with two stages per rank.
+        cost: What a layer costs. A function of its name and itself; a mapping of patterns of names, as in
+            `fully_shard(units=...)`, to numbers, of which the last that fits counts, and 0 where none does; or a batch,
+            as forward takes it (a tensor, a tuple of arguments, or a mapping by name): then each layer costs its
+            floating-point operations in a forward pass, which are counted with `torch.utils.flop_counter` and not
+            computed. Default: the bytes of its parameters.
 
     Returns:
-        The names of the layers of each stage, and their bytes. A parameter of `module` itself is in the first stage.
+        The names of the layers of each stage, their bytes, and their costs if they were given. A parameter of `module`
+        itself is in the first stage.
 
     Raises:
         ContractError: There are fewer blocks than stages.
-        TypeError: Not a module.
-        ValueError: `n` is not a number of stages.
+        TypeError: Not a module, or a cost of another kind.
+        ValueError: `n` is not a number of stages, a cost is negative or no number, a pattern fits nothing, or the
+            operations cannot be counted.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1))
@@ -60,6 +86,8 @@ def plan_pipeline(module: nn.Module, n: int) -> PipelinePlan:
         stage           bytes  layers
             0              48  0 (1)
             1             100  1 ... 3 (3)
+        >>> plan_pipeline(model, 2, cost=torch.ones(1, 2)).costs
+        (16.0, 40.0)
     """
     check_module("plan_pipeline", module, fix="plan = weft.plan_pipeline(model, 4)")
     check_count("plan_pipeline", "n", n, fix="weft.plan_pipeline(model, 4)")
@@ -71,11 +99,15 @@ def plan_pipeline(module: nn.Module, n: int) -> PipelinePlan:
             expected="at least one block per stage",
             fix="fewer ranks along the axis, a schedule with one stage per rank, or stages=[...]",
         )
-    sizes = [_num_bytes(module.get_submodule(name)) for name in layers]
-    cuts = _balanced(sizes, n)
+    costs = _costs(module, layers, cost)
+    cuts = _balanced(costs, n)
     stages = [layers[start:end] for start, end in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
     loose = [name for name, _ in module.named_parameters() if not any(_within(name, layer) for layer in layers)]
-    return plan_of("pipeline", module, [[*loose, *stages[0]], *stages[1:]], n)
+    plan = plan_of("pipeline", module, [[*loose, *stages[0]], *stages[1:]], n)
+    if cost is None:
+        return plan
+    ends = [0, *cuts, len(layers)]
+    return replace(plan, costs=tuple(float(sum(costs[start:end])) for start, end in pairwise(ends)))
 
 
 def plan_of(what: str, module: nn.Module, stages: Sequence[Sequence[Any]] | PipelinePlan, n: int) -> PipelinePlan:
@@ -155,27 +187,66 @@ def _expanded(module: nn.Module, prefix: str, planned: Mapping[str, Any]) -> Ite
 
 
 def _holds_blocks(child: nn.Module, module: nn.Module) -> bool:
-    """Whether most of a module is in lists of blocks of this child of it."""
+    """Whether most of a child of a module is in lists of blocks, besides its embeddings."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False  # the child is a block itself
     lists = [part for part in child.modules() if isinstance(part, (nn.ModuleList, nn.Sequential)) and len(part) > 1]
-    return any(2 * _num_bytes(part) > _num_bytes(child) for part in lists)
+    embeddings = sum(_num_bytes(part) for part in child.modules() if isinstance(part, nn.Embedding))
+    return any(2 * _num_bytes(part) > _num_bytes(child) - embeddings for part in lists)
 
 
 def _num_bytes(part: nn.Module) -> int:
     return sum(p.nbytes for p in part.parameters())
 
 
-def _balanced(sizes: Sequence[int], n: int) -> list[int]:
+def _costs(module: nn.Module, layers: Sequence[str], cost: object) -> Sequence[float]:
+    """What each layer costs, see `plan_pipeline`."""
+    parts = {name: module.get_submodule(name) for name in layers}
+    if cost is None:
+        return [_num_bytes(part) for part in parts.values()]
+    if isinstance(cost, Mapping) and not any(True for _ in tensors(cost)):
+        found = dict.fromkeys(layers, 0.0)
+        for pattern, value in cost.items():
+            chosen = {id(part) for part in select("plan_pipeline", module, pattern).values()}
+            found |= {name: value for name, part in parts.items() if id(part) in chosen}
+    elif isinstance(cost, (torch.Tensor, tuple, list, Mapping)):
+        from weft.engines.torch.compute.layer_flops import flops_of  # noqa: PLC0415  (fake tensors: seconds of imports)
+
+        return flops_of(module, layers, cost)
+    elif callable(cost):
+        found = {name: cost(name, part) for name, part in parts.items()}
+    else:
+        raise type_error(
+            "plan_pipeline: cost tells nothing of layers",
+            found=type(cost).__name__,
+            expected="a function of name and layer, a mapping of patterns to numbers, or a batch",
+            fix='weft.plan_pipeline(model, 4, cost={"layers.*": 1.0, "lm_head": 2.5})',
+        )
+    wrong = [
+        f"{name}: {value!r}"
+        for name, value in found.items()
+        if not isinstance(value, (int, float)) or not 0 <= value < math.inf
+    ]
+    if wrong:
+        raise value_error(
+            "plan_pipeline: costs are numbers that are not negative",
+            found=listed(wrong),
+            expected="a number for each layer, such as milliseconds",
+            fix="weft.plan_pipeline(model, 4, cost=lambda name, layer: sum(p.numel() for p in layer.parameters()))",
+        )
+    return [float(found[name]) for name in layers]
+
+
+def _balanced(sizes: Sequence[float], n: int) -> list[int]:
     """Where to cut a row into n parts, so that the largest is as small as can be."""
-    best: list[list[tuple[int, list[int]]]] = [[(sum(sizes[:end]), []) for end in range(len(sizes) + 1)]]
+    best: list[list[tuple[float, list[int]]]] = [[(sum(sizes[:end]), []) for end in range(len(sizes) + 1)]]
     for parts in range(2, n + 1):
-        row: list[tuple[int, list[int]]] = []
+        row: list[tuple[float, list[int]]] = []
         for end in range(len(sizes) + 1):
             found = [
                 (max(best[-1][cut][0], sum(sizes[cut:end])), [*best[-1][cut][1], cut]) for cut in range(parts - 1, end)
             ]
-            row.append(min(found, key=lambda one: one[0]) if found else (sum(sizes) + 1, []))
+            row.append(min(found, key=lambda one: one[0]) if found else (math.inf, []))
         best.append(row)
     return best[-1][-1][1]
 

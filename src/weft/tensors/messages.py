@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from weft import torch_internals
+from weft.tensors.dtensor import local
 
 
 def control_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
@@ -26,8 +27,8 @@ def control_device(group: dist.ProcessGroup | None, device: torch.device) -> tor
 
 
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Give tensors the values that they have on one rank of the group."""
-    sent = [as_sent(tensor.detach()) for tensor in tensors]
+    """Give tensors the values that they have on one rank of the group: of DTensors, its part of them."""
+    sent = [as_sent(local(tensor.detach())) for tensor in tensors]
     torch_internals.broadcast_coalesced(group, sent, 250 * 2**20, source)
 
 

@@ -73,10 +73,11 @@ def pipeline(
     routed. Names, class and keys stay.
     Collectives: here, one broadcast of all parameters along `axis`; per call and micro-batch, one message forward and
     one back between neighbors, and one broadcast of the loss. The gradient of weights that stages share goes from each
-    of their ranks to each other one. The first call with inputs of new shapes also sends the first micro-batch once
-    more, to learn the shapes. Without gradients, one message forward per micro-batch, and a broadcast of the outputs.
-    Probes send two micro-batches twice more, forward and back, in calls that are measured, and in the first one the
-    parameters of each layer once to all ranks along `axis`.
+    of their ranks to each other one, and before a step once more from the first one. The first call with inputs of new
+    shapes also sends the first micro-batch once more, to learn the shapes. Without gradients, one message forward per
+    micro-batch, and a broadcast of the outputs; with a cache, one all-reduce of shapes besides. Probes send two
+    micro-batches twice more, forward and back, in calls that are measured, and in the first one the parameters of each
+    layer once to all ranks along `axis`.
 
     Args:
         module: Whose layers forward calls one after the other, each once; on the CPU, on `ctx.device` or on meta.

@@ -77,7 +77,8 @@ def tensor_parallel(
             "gather", as "column", but with all outputs on every rank (a head); "vocab" (an embedding, cut by rows;
             or a head, whose logits stay divided, as a DTensor, see `weft.collectives.vocab_cross_entropy`);
             "replicate": stays whole between a column and a row, as a norm of heads; "sequence": stays whole, and treats
-            each position by itself, as a norm or a mixture of experts; or a `ParallelStyle` of torch, which has to suit
+            each position by itself, as a norm or a mixture of experts; "whole": every rank computes it as it is, and
+            of whole sequences; or a `ParallelStyle` of torch, which has to suit
             the parts around it. "auto": that of the model; see `tensor_plan`, which prints it.
         axis: Mesh axis whose ranks share the layers; no data axis.
         sequence: Cut the sequence (dimension 1) between the layers of the blocks as well: activations there take

@@ -93,3 +93,22 @@ def splits_output(module: nn.Module, layer: str, count: int) -> bool:
 
 def _calls(own: str, layer: str, node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and _attribute_of(own, node.func) == layer
+
+
+def fixes_heads(module: nn.Module, names: Collection[str]) -> bool:
+    """Whether a forward gives one of these attributes as a size to `view`, `reshape` or `unflatten`; or is not known.
+
+    Args:
+        module: An attention.
+        names: Under which it may have the number of heads.
+    """
+    code = _parsed(module)
+    if code is None:
+        return True
+    calls = [node for node in ast.walk(code) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    sizes = [one for call in calls if _name_of(call) in ("view", "reshape", "unflatten") for one in call.args]
+    return any(isinstance(node, ast.Attribute) and node.attr in names for one in sizes for node in ast.walk(one))
+
+
+def _name_of(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""

@@ -13,6 +13,11 @@ from weft.sharding.layers.forward_source import splits_output
 
 # Names under which attentions keep the width of a head.
 HEAD_SIZES = frozenset({"head_dim", "head_size", "dim_head", "d_head", "attention_head_size", "hd"})
+# The number of heads, of keys and of queries.
+KEY_HEADS = frozenset({"num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads"})
+HEADS = KEY_HEADS | {
+    *("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "nheads", "n_local_heads"),
+}
 # And the number of heads of queries for each of keys.
 _GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
 
@@ -42,6 +47,11 @@ def head_size(parent: nn.Module) -> int | None:
     """The width of a head, as an attention has it in an attribute."""
     own = vars(parent)
     return next((own[name] for name in HEAD_SIZES if name in own and is_count(own[name])), None)
+
+
+def has_heads(parent: nn.Module) -> bool:
+    """Whether a part is an attention: it has a number or a width of heads."""
+    return any(is_count(value) for name, value in vars(parent).items() if name in HEADS | HEAD_SIZES)
 
 
 def is_count(value: object) -> bool:

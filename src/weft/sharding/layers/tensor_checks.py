@@ -16,6 +16,8 @@ from weft.errors import AlreadyApplied, ContextError, ContractError, listed, typ
 from weft.sharding.layers.forward_source import only_feeds
 from weft.sharding.layers.linear_layers import (
     HEAD_SIZES,
+    HEADS,
+    KEY_HEADS,
     fused_parts,
     fused_widths,
     head_size,
@@ -28,7 +30,8 @@ from weft.sharding.layers.linear_layers import (
     shared_heads,
     word_of,
 )
-from weft.sharding.layers.tensor_plan import STYLES, parts_of, pattern_of, plan_line
+from weft.sharding.layers.proposed_plan import pattern_of
+from weft.sharding.layers.tensor_plan import KEPT_WHOLE, STYLES, parts_of, plan_line
 from weft.sharding.shard_checks import check_not_hooked
 from weft.tensors.dtensor import is_sharded
 
@@ -38,10 +41,6 @@ _WHAT = "tensor_parallel"
 _KINDS: Mapping[str, str] = MappingProxyType(
     {"column": "Linear", "row": "Linear", "gather": "Linear", "vocab": "Embedding or Linear"}
 )
-_KEY_HEADS = frozenset({"num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads"})
-_HEADS = _KEY_HEADS | {
-    *("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "nheads", "n_local_heads"),
-}
 
 
 def styles_of(module: nn.Module, plan: Mapping[str, Any] | str) -> tuple[Styles, Fused]:
@@ -72,7 +71,7 @@ def styles_of(module: nn.Module, plan: Mapping[str, Any] | str) -> tuple[Styles,
             _check_widths(name, part, style)
             chosen.setdefault(name, []).append((pattern, style))
     _check_one_style(module, chosen)
-    wanted = [name for name, found in chosen.items() if found[0][1] not in ("sequence", "replicate")]
+    wanted = [name for name, found in chosen.items() if found[0][1] not in KEPT_WHOLE]
     cut = [name for name in wanted for p in module.get_submodule(name).parameters() if is_sharded(p)]
     if cut:
         raise AlreadyApplied(
@@ -180,7 +179,10 @@ def check_ties(module: nn.Module, styles: Styles) -> None:
             if p is not None:
                 style = next((s for n, s in styles.items() if name == n or name.startswith(f"{n}.")), None)
                 users.setdefault(id(p), {})[f"{name}.{own}" if name else own] = style
-    for shared in users.values():
+    for names in users.values():
+        inner = [name.rpartition(".")[0] for name, style in names.items() if style is not None]
+        # A part around the layer may have another name for it, as for the bias of BERT's head: it is cut with it.
+        shared = {n: s for n, s in names.items() if s is not None or not _is_around(n.rpartition(".")[0], inner)}
         ways = {str(dims.get(style) if isinstance(style, str) else style) for style in shared.values()}
         if len(ways) > 1:
             raise value_error(
@@ -196,13 +198,17 @@ def check_ties(module: nn.Module, styles: Styles) -> None:
             )
 
 
+def _is_around(name: str, parts: Collection[str]) -> bool:
+    return any(one.startswith(f"{name}.") for one in parts)
+
+
 def _tied_style(module: nn.Module, name: str) -> str:
     return "vocab" if isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Embedding) else "gather"
 
 
 def check_hooks(module: nn.Module, styles: Styles) -> None:
     """Raise if parameters that are to be cut have hooks."""
-    cut = tuple(f"{name}." for name, style in styles.items() if style not in ("replicate", "sequence"))
+    cut = tuple(f"{name}." for name, style in styles.items() if style not in KEPT_WHOLE)
     named = {name: p for name, p in module.named_parameters() if name.startswith(cut)}
     check_not_hooked(_WHAT, "layers that are cut", named, fix=f"weft.{_WHAT}(model, ctx) first, then the hooks")
 
@@ -244,7 +250,7 @@ def check_sizes(module: nn.Module, styles: Styles, widths: Fused, axis: str, ran
         shared = any(is_shared(fused[name], ranks) for name in columns if name in fused)
         plain = {name: part for name, part in columns.items() if name not in fused}
         for name, count in _head_counts(parent, plain.values()).items():
-            if not (shared and name in _KEY_HEADS and ranks % count == 0):
+            if not (shared and name in KEY_HEADS and ranks % count == 0):
                 _check_divides(f"{name} of {_named(module, parent)}", count, axis, ranks, "heads")
         for name, part in {**rows, **(plain if rows else {})}.items():
             width = inputs_of(part) if name in rows else outputs_of(part)
@@ -262,6 +268,16 @@ def attributes_of(
         parts = [part for name in columns for part in fused.get(name, whole[name])]
         found[_named(module, parent)] = local_attributes(parent, parts, ranks)
     return {name: values for name, values in found.items() if values}
+
+
+def has_head_tables(module: nn.Module, styles: Styles) -> bool:
+    """Whether an attention has a table with a column per head: biases of positions, which are added to its scores."""
+    for parent, columns, _ in _pairs(module, styles):
+        counts = set(_head_counts(parent, columns.values()).values())
+        rest = [p for name, p in parent.named_parameters() if not name.startswith(tuple(f"{one}." for one in columns))]
+        if any(p.dim() == 2 and p.shape[-1] in counts for p in rest):
+            return True
+    return False
 
 
 def _check_divides(what: str, count: int, axis: str, ranks: int, unit: str) -> None:
@@ -294,7 +310,7 @@ def _pairs(module: nn.Module, styles: Styles) -> Iterator[tuple[nn.Module, dict[
 def _head_counts(parent: nn.Module, columns: Iterable[Any]) -> dict[str, int]:
     config = getattr(parent, "config", None)
     places = (vars(parent), vars(config) if hasattr(config, "__dict__") else {})
-    found = {name: value for place in places for name, value in place.items() if name in _HEADS and is_count(value)}
+    found = {name: value for place in places for name, value in place.items() if name in HEADS and is_count(value)}
     sizes = [value for name, value in vars(parent).items() if name in HEAD_SIZES and is_count(value)]
     if not sizes:  # an MLP may share the config of the attention
         found = {name: value for name, value in found.items() if name in vars(parent)}

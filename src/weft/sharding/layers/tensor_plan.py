@@ -10,8 +10,9 @@
     "vocab"      an Embedding, whose rows are divided; a head, whose logits stay divided, as a DTensor
     "sequence"   a part that stays whole and treats each position by itself; with `sequence=True`, those of this rank
     "replicate"  a part that stays whole between "column" and "row", where it sees this rank's heads alone
+    "whole"      a part that every rank computes as it is; with `sequence=True`, of the whole sequence
 
-Gradients of the last two are added up over the ranks wherever each has seen a part.
+Gradients of "sequence" and "replicate" are added up over the ranks wherever each has seen a part.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from weft.checks import check_module
 from weft.contract.select_modules import fits_pattern
 from weft.errors import listed, value_error
 from weft.sharding.layers.adapter_layers import styles_inside
-from weft.sharding.layers.linear_layers import column_style, inputs_of, is_linear, outputs_of
+from weft.sharding.layers.linear_layers import column_style
+from weft.sharding.layers.proposed_plan import has_attention, pattern_of, proposed_plan
 
-STYLES = ("column", "row", "sequence", "vocab", "replicate", "gather")
+STYLES = ("column", "row", "sequence", "vocab", "replicate", "gather", "whole")
+KEPT_WHOLE = ("sequence", "replicate", "whole")
 
 # The words of transformers, in ours; what is missing here is left out.
 _WORDS = MappingProxyType(
@@ -76,8 +79,8 @@ class TensorPlan(Mapping[str, str]):
 def tensor_plan(module: nn.Module) -> TensorPlan:
     """Read the plan of tensor parallelism that a model brings along, as models of transformers do.
 
-    Of a model without one in which a column layer holds several projections (GPT-2, ViT), it is read from the shapes of
-    the layers and the code of their `forward`. For looking at, and for changing:
+    Of a model without one whose attention is found (GPT-2, BERT, ViT, T5), it is read from the shapes of the layers and
+    the code of their `forward`. For looking at, and for changing:
     `{**weft.tensor_plan(model), "lm_head": "vocab"}` is a plan for `weft.tensor_parallel`. A part that nothing names
     stays whole on every rank.
 
@@ -91,7 +94,7 @@ def tensor_plan(module: nn.Module) -> TensorPlan:
         divided, "column:3" and "column:64,16,16" for those with several projections side by side, by their number or
         their widths, "gather" for a head whose outputs are divided and gathered, "vocab" for an embedding,
         or for a head whose outputs stay divided, "replicate" for parts that stay whole between the two, "sequence"
-        for parts that stay whole and may run on a part of the sequence. Its `left_out` has what cannot be
+        for parts that stay whole and may run on a part of the sequence, "whole" for other parts of blocks. Its `left_out` has what cannot be
         translated, which stays whole.
 
     Raises:
@@ -121,8 +124,8 @@ def tensor_plan(module: nn.Module) -> TensorPlan:
             styles[pattern] = style
         elif parts or any(fits_pattern(name, pattern) for name, _ in module.named_parameters()):
             left_out[pattern] = word
-    proposed = {} if own else _proposed(module)
-    if any(style.startswith("column:") for style in proposed.values()):
+    proposed = {} if own else proposed_plan(module)
+    if has_attention(module, proposed):
         styles = proposed
     if not styles:
         words = f"; what it names cannot be translated: {listed(left_out)}" if left_out else ""
@@ -133,7 +136,7 @@ def tensor_plan(module: nn.Module) -> TensorPlan:
             fix=plan_line(module, own=False),
         )
     styles |= _embedding_of(module, styles)
-    styles |= _positionwise(module, styles)
+    styles |= _others_in_blocks(module, styles)
     return TensorPlan(styles, left_out)
 
 
@@ -210,31 +213,35 @@ def _embedding_of(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str
     }
 
 
-def _positionwise(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """What else is in the blocks of a model and treats each position by itself: norms, mixtures of experts."""
-    cut = [name for pattern in styles for name in parts_of(module, pattern)]
+def _others_in_blocks(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """What else is in the blocks of a model: norms and mixtures of experts treat each position by itself.
+
+    In a part with columns, a norm may be between these and the row. What a block calls besides gets whole sequences.
+    """
+    chosen = {name: style for pattern, style in styles.items() for name in parts_of(module, pattern)}
+    cut = list(chosen)
+    columns = {name.rpartition(".")[0] for name, style in chosen.items() if style.startswith("column")}
     found: dict[str, str] = {}
-    for prefix, blocks in blocks_around(module, cut).items():
-        del prefix
-        for block in blocks:
-            for name, part in module.get_submodule(block).named_children():
-                full = f"{block}.{name}"
-                whole = any(True for _ in part.parameters()) and not any(_inside(one, full) for one in cut)
-                if whole and (type(part).__name__.endswith("Norm") or _is_mixture(part)):
-                    found[pattern_of(module, full)] = "sequence"
+
+    def look(name: str) -> None:
+        for own, part in module.get_submodule(name).named_children():
+            full = f"{name}.{own}"
+            if any(_inside(one, full) for one in cut):
+                if full not in columns:
+                    look(full)
+            elif type(part).__name__.endswith("Norm") or _is_mixture(part):
+                found[pattern_of(module, full)] = "sequence"
+            elif name in blocks and any(True for _ in part.parameters()):
+                found[pattern_of(module, full)] = "whole"
+
+    blocks = [block for each in blocks_around(module, cut).values() for block in each]
+    for block in blocks:
+        look(block)
     return found
 
 
 def _is_mixture(part: nn.Module) -> bool:
     return any("Experts" in type(one).__name__ or "Router" in type(one).__name__ for one in part.modules())
-
-
-def pattern_of(module: nn.Module, name: str) -> str:
-    """A name with `*` for the number of a block."""
-    pieces = name.split(".")
-    outer = [module.get_submodule(".".join(pieces[: at + 1])) for at in range(len(pieces))]
-    blocks = [piece.isdigit() and any(True for _ in part.children()) for piece, part in zip(pieces, outer, strict=True)]
-    return ".".join("*" if is_block else piece for piece, is_block in zip(pieces, blocks, strict=True))
 
 
 # -- a proposal ------------------------------------------------------------------------------------
@@ -244,39 +251,7 @@ def plan_line(module: nn.Module, *, own: bool = True) -> str:
     """The call for a module: with its own plan unless that is no good, with a proposal, or of another transform."""
     if own and _own_plan(module):
         return 'model, ctx = weft.tensor_parallel(model, ctx, plan="auto")'
-    proposal = _proposed(module)
+    proposal = proposed_plan(module)
     if not proposal:
         return "model, ctx = weft.fully_shard(model, ctx)  # which takes any module"
     return f"model, ctx = weft.tensor_parallel(model, ctx, plan={proposal})  # a guess from shapes alone: check it"
-
-
-def _proposed(module: nn.Module) -> dict[str, str]:
-    """A plan by shapes: of linear layers side by side, the last one takes what the others give.
-
-    Four of one size, not in a Sequential, are queries, keys, values and output of an attention: a chain would begin
-    with the first two.
-    """
-    found: dict[str, str] = {}
-    for prefix, part in module.named_modules():
-        children = list(part.named_children())
-        stacks = [place for place, (_, one) in enumerate(children) if isinstance(one, nn.ModuleList)]
-        # What stands before a list of blocks, and what after it, is no pair.
-        layers = [(name, one) for name, one in children[max(stacks, default=-1) + 1 :] if is_linear(one)]
-        sizes = {(inputs_of(one), outputs_of(one)) for _, one in layers}
-        is_attention = len(layers) == 4 and len(sizes) == 1 and not isinstance(part, nn.Sequential)
-        for place, (name, one) in list(enumerate(layers))[3 if is_attention else 0 :]:
-            before = [other for other, first in layers[:place] if inputs_of(first) == outputs_of(one)]
-            styles = {other: style for other in before if (style := column_style(part, other, one)) is not None}
-            if any(outputs_of(part.get_submodule(other)) == inputs_of(one) for other in styles):
-                styles |= dict.fromkeys(before, "column")
-            if styles:
-                styles[name] = "row"
-                found |= {pattern_of(module, f"{prefix}.{n}" if prefix else n): style for n, style in styles.items()}
-                break
-    embeddings = {one.num_embeddings: name for name, one in module.named_modules() if isinstance(one, nn.Embedding)}
-    for name, one in module.named_modules():
-        pattern = pattern_of(module, name) if name else name
-        if isinstance(one, nn.Linear) and one.out_features in embeddings and pattern not in found:
-            found[embeddings[one.out_features]] = "vocab"
-            found[pattern] = "gather"
-    return dict(sorted(found.items()))

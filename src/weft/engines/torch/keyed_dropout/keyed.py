@@ -57,7 +57,7 @@ class _Forward:
     Attributes:
         rows: The samples; None if they are not known.
         part: Of the sequences, which several ranks share out; None: all of them.
-        lengths: How many places each row has in what it was called with.
+        lengths: How many places each row has in what it was called with, and in what came to blocks with parts of them.
         draws: What was drawn.
     """
 
@@ -151,11 +151,23 @@ class KeyedDropout:
         ranks: int,
         removable: Removable,
         *,
-        sequence: bool,
+        first_block: str | None,
     ) -> None:
-        """The layers of the module are divided over ranks from now on; see `DividedLayers`."""
-        self._layers = DividedLayers(rank, ranks, sequence=sequence)
+        """The layers of the module are divided over ranks from now on, and sequences from the first block on, if any.
+
+        See `DividedLayers`.
+        """
+        self._layers = DividedLayers(rank, ranks, sequence=first_block is not None)
         self._layers.follow(module, styles, removable)
+        if first_block is not None:
+            attach(module.get_submodule(first_block), removable, before=self._note_length, first=True)
+
+    def _note_length(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        """A sequence comes to the first block, perhaps of other places than the module was called with, as patches."""
+        forward = self._forwards.get(torch.initial_seed() >> _SHIFT)
+        hidden = next((x for x in tensors((args, kwargs)) if x.is_floating_point() and x.dim() > 2), None)  # noqa: PLR2004
+        if forward is not None and hidden is not None:
+            forward.lengths |= {hidden.shape[1]}
 
     def _masks(
         self, x: torch.Tensor, shape: tuple[int, ...], p: float, *, attention: AttentionPart | None = None

@@ -22,12 +22,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from weft.engines.options import FusedPart
 from weft.engines.torch.parallel.exchange import exchanged
 from weft.engines.torch.parallel.sequence_exchange import Collectives, find_collectives
+from weft.engines.torch.parallel.tensor_hooks import moved
 from weft.tensors.blocks import chunk
 
 _Range = tuple[int, int]  # where it begins, and how long it is
@@ -142,14 +145,14 @@ class _AllToAll(NamedTuple):
 class LocalSizes:
     """What is done around the forward of a part with fused layers; see [Note: whole sizes]."""
 
-    def __init__(self, layers: Sequence[FusedColumns], ranks: int) -> None:
+    def __init__(self, layers: Sequence[FusedColumns], mesh: DeviceMesh) -> None:
         self._layers = layers
-        self._ranks = ranks
+        self._mesh = mesh
 
     def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward."""
         try:
-            with _LocalSizesMode(self._layers, self._ranks):
+            with _LocalSizesMode(self._layers, self._mesh):
                 return call(*args, **kwargs)
         finally:
             for layer in self._layers:
@@ -157,10 +160,11 @@ class LocalSizes:
 
 
 class _LocalSizesMode(TorchFunctionMode):
-    def __init__(self, layers: Sequence[FusedColumns], ranks: int) -> None:
+    def __init__(self, layers: Sequence[FusedColumns], mesh: DeviceMesh) -> None:
         super().__init__()
         self.layers = layers
-        self.ranks = ranks
+        self.mesh = mesh
+        self.ranks = mesh.size()
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -235,6 +239,34 @@ def _read_view(mode: _LocalSizesMode, args: _Args, kwargs: _Kwargs) -> tuple[_Ar
     return (x, sizes), {}
 
 
+def _read_attention(mode: _LocalSizesMode, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
+    """`F.scaled_dot_product_attention` with a mask for all heads, as of relative positions."""
+    query, key, value, *rest = args if "query" not in kwargs else (kwargs[name] for name in ("query", "key", "value"))
+    mask = rest[0] if rest else kwargs.get("attn_mask")
+    if mask is None or query.dim() != mask.dim():
+        return args, kwargs
+    others = {name: given for name, given in kwargs.items() if name not in ("query", "key", "value", "attn_mask")}
+    return (query, key, value, _of_own_heads(mode, query, mask), *rest[1:]), others
+
+
+def _read_sum(mode: _LocalSizesMode, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
+    """`scores + mask`, where attention is computed step by step."""
+    if len(args) != 2 or not all(isinstance(one, torch.Tensor) and one.dim() == 4 for one in args):  # noqa: PLR2004
+        return args, kwargs
+    scores, mask = args
+    return (scores, _of_own_heads(mode, scores, mask)), kwargs
+
+
+def _of_own_heads(mode: _LocalSizesMode, of_rank: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """This rank's heads of a mask [..., heads, queries, keys] that has those of all ranks.
+
+    Collectives: one all-gather of its gradient, in backward.
+    """
+    if mask.shape[-3] != mode.ranks * of_rank.shape[-3]:
+        return mask
+    return moved(mask, mode.mesh, Replicate(), Shard(mask.dim() - 3)).to_local()
+
+
 _READ: MappingProxyType[Any, Callable[[_LocalSizesMode, _Args, _Kwargs], tuple[_Args, _Kwargs]]] = MappingProxyType(
     {
         torch.Tensor.split: _read_split,
@@ -243,5 +275,8 @@ _READ: MappingProxyType[Any, Callable[[_LocalSizesMode, _Args, _Kwargs], tuple[_
         torch.Tensor.view: _read_view,
         torch.Tensor.reshape: _read_view,
         torch.reshape: _read_view,
+        torch.nn.functional.scaled_dot_product_attention: _read_attention,
+        torch.Tensor.add: _read_sum,
+        torch.add: _read_sum,
     }
 )

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from weft.engines.torch.hooks.method_hooks import innermost
 from weft.errors import ContractError
 
 _CAUGHT = frozenset(
@@ -46,7 +47,7 @@ def other_attention(module: nn.Module) -> list[str]:
 
 def mask_functions(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """The functions of transformers that make masks of whole sequences, by the name that some code calls them by."""
-    code: Any = inspect.unwrap(function)
+    code: Any = inspect.unwrap(innermost(function))
     found = {name: code.__globals__.get(name) for name in _names_in(code.__code__)}
     return {
         name: one

@@ -37,7 +37,7 @@ def gather_argument(mesh: DeviceMesh, arrives: Placement) -> Callable[..., Any]:
     """
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _replaced(args, kwargs, lambda x: _moved(x, mesh, arrives, Replicate()))
+        return _replaced(args, kwargs, lambda x: moved(x, mesh, arrives, Replicate()))
 
     return before
 
@@ -53,7 +53,7 @@ def cut_sequence(mesh: DeviceMesh, name: str) -> Callable[..., Any]:
                 expected="(batch, length, features), and a length that is divisible by the ranks",
                 fix="pad the batch, or weft.tensor_parallel(..., sequence=False)",
             )
-        return _moved(x, mesh, Replicate(), Shard(1)).to_local()
+        return moved(x, mesh, Replicate(), Shard(1)).to_local()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _replaced(args, kwargs, cut)
@@ -61,14 +61,28 @@ def cut_sequence(mesh: DeviceMesh, name: str) -> Callable[..., Any]:
     return before
 
 
+def whole_sequence(mesh: DeviceMesh) -> Callable[..., Any]:
+    """A hook before a part that needs the whole sequence; `own_part` is the one after it."""
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _replaced(args, kwargs, lambda x: moved(x, mesh, Shard(1), Replicate()).to_local())
+
+    return before
+
+
+def own_part(mesh: DeviceMesh) -> Callable[..., Any]:
+    """A hook that leaves this rank's part of a sequence."""
+    return _of_output(lambda x: moved(x, mesh, Replicate(), Shard(1)).to_local())
+
+
 def join_sequence(mesh: DeviceMesh) -> Callable[..., Any]:
     """A hook that gives every rank the whole sequence again."""
+    return _of_output(lambda x: moved(x, mesh, Shard(1), Replicate()).to_local())
 
-    def join(x: torch.Tensor) -> Any:
-        return _moved(x, mesh, Shard(1), Replicate()).to_local()
 
+def _of_output(change: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        return (join(output[0]), *output[1:]) if isinstance(output, tuple) else join(output)
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
     return after
 
@@ -99,15 +113,16 @@ class TransposedStyle(ParallelStyle):
                 part.register_parameter(own, nn.Parameter(distribute_tensor(p, mesh, [placement], src_data_rank=None)))
 
         def before(part: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            return (_moved(inputs[0], mesh, self._arrives, takes), *inputs[1:])
+            return (moved(inputs[0], mesh, self._arrives, takes), *inputs[1:])
 
         def after(part: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-            return _moved(output, mesh, self._leaves, self._leaves).to_local()
+            return moved(output, mesh, self._leaves, self._leaves).to_local()
 
         return distribute_module(module, device_mesh, cut, before, after)
 
 
-def _moved(x: Any, mesh: DeviceMesh, arrives: Placement, wanted: Placement) -> Any:
+def moved(x: Any, mesh: DeviceMesh, arrives: Placement, wanted: Placement) -> Any:
+    """A tensor as a DTensor that lies as is wanted; `arrives` says how a plain one does. Collectives: those of torch."""
     if not isinstance(x, DTensor):
         x = as_dtensor(x, mesh, [arrives])
     return x if x.placements == (wanted,) else x.redistribute(placements=[wanted])

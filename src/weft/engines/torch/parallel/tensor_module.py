@@ -38,8 +38,10 @@ from weft.engines.torch.parallel.tensor_hooks import (
     gather_argument,
     hooks_of,
     join_sequence,
+    own_part,
     remove_added_hooks,
     run_first,
+    whole_sequence,
 )
 from weft.engines.torch.parts.assigned_data import AssignedData
 from weft.engines.torch.parts.cut_gradient import CutLayerGradient
@@ -68,13 +70,15 @@ class TensorParallelModule(Strategy):
         before = hooks_of(module)
         self._fused = {name: self._fused_columns(module, name, group, options) for name in options.fused}
         self._cut_layers(module, options)
-        for name, part in units_around(module, options.styles).items() if self._fused else ():
+        for name, part in units_around(module, options.styles).items() if self._fused or options.head_tables else ():
             inside = [fused for one, fused in self._fused.items() if is_in(one, name)]
-            if inside:
-                attach(part, self._removable, around=LocalSizes(inside, mesh.size()), methods=["forward"])
+            if inside or options.head_tables:
+                attach(part, self._removable, around=LocalSizes(inside, mesh), methods=["forward"])
         for name in options.gathers:
             arrives = Shard(1) if name in options.inside else Replicate()
             attach(module.get_submodule(name), self._removable, before=gather_argument(mesh, arrives))
+        for name in [name for name, style in options.styles.items() if style == "whole" and name in options.inside]:
+            attach(module.get_submodule(name), self._removable, before=whole_sequence(mesh), after=own_part(mesh))
         if options.blocks:
             first, last = (module.get_submodule(options.blocks[at]) for at in (0, -1))
             attach(first, self._removable, before=cut_sequence(mesh, options.blocks[0]), first=True)
@@ -82,8 +86,8 @@ class TensorParallelModule(Strategy):
         for name in ("", *options.styles):  # parts may be called past the module
             attach(module.get_submodule(name), self._removable, after=_hook_outputs(_refuse_graph))
         for tell in options.told:
-            sequence = bool(options.blocks)
-            tell(module, options.styles, mesh.get_local_rank(), mesh.size(), self._removable, sequence=sequence)
+            first = options.blocks[0] if options.blocks else None
+            tell(module, options.styles, mesh.get_local_rank(), mesh.size(), self._removable, first_block=first)
         self._units = TensorUnits(module, mesh, group, options, added_hooks(before))
         self.probes: tuple[Probe, ...] = (self._units,)
         if options.blocks:
@@ -130,9 +134,11 @@ class TensorParallelModule(Strategy):
                 self._apply(part, torch_style, self._fused.get(name))
         if options.make_real is not None:
             options.make_real(module)
-        for (part, name), *others in ties.values():
-            for other, own in others:
-                torch_internals.PARAMETERS.of(other)[own] = torch_internals.PARAMETERS.of(part)[name]
+        for before, uses in ties.items():
+            found = [torch_internals.PARAMETERS.of(part)[name] for part, name in uses]
+            cut = next((p for p in found if id(p) != before), found[0])
+            for part, name in uses:
+                torch_internals.PARAMETERS.of(part)[name] = cut
         del kept
 
     def _fused_columns(

@@ -117,6 +117,7 @@ class PipelinedModule:
         self._schedules.clear()
         self._aliases.forget()
         self._part_gradients.release()
+        self._tied.release()
 
     # -- calls -----------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from weft import torch_internals
+from weft.engines.torch.hooks.every_optimizer import before_every_step, parameters_of
 from weft.engines.torch.probes.compare import largest_over
-from weft.tensors.dtensor import is_fsdp_unit, is_sharded, local, state_of
+from weft.tensors.dtensor import is_fsdp_unit, is_sharded, local, resting_parameters, state_of
 
 
 class Aliases:
@@ -104,16 +106,20 @@ def gather_units_once(module: nn.Module) -> Iterator[None]:
 class TiedGradients:
     """The gradients of parameters that stages of several ranks use: what one process adds up in one backward pass.
 
+    Strategies reduce the gradients of each stage in messages of other sizes, and so add up in another order. Before a
+    step, all copies get the bits of the first one's gradient: what they are is then equal for ever.
+
     Args:
         ranks: Of the group: those that have a copy of a parameter, by its name.
         group: The ranks of the pipeline.
     """
 
     def __init__(self, ranks: Mapping[str, Sequence[int]], group: dist.ProcessGroup) -> None:
-        mine = dist.get_rank(group)
-        self._ranks = {name: there for name, there in ranks.items() if mine in there}
-        self._mine = mine
+        self._mine = dist.get_rank(group)
+        self._ranks = {name: there for name, there in ranks.items() if self._mine in there}
         self._group = group
+        self._module: weakref.ref[nn.Module] | None = None
+        self._hook: Any = None
 
     def add_up(self, module: nn.Module) -> None:
         """Let the parameters of a module have the sum of the gradients of all copies, with the same bits on each.
@@ -122,26 +128,56 @@ class TiedGradients:
         """
         for name, ranks in self._ranks.items():
             parameter = module.get_parameter(name)
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
-            if is_sharded(parameter) and is_sharded(parameter.grad):  # torch leaves that of an embedding whole
-                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-            own = local(parameter.grad).contiguous()
-            found = {rank: own if rank == self._mine else torch.empty_like(own) for rank in ranks}
-            messages = [
-                dist.P2POp(dist.isend if is_ours else dist.irecv, tensor, group=self._group, group_peer=rank)
-                for rank in ranks
-                if rank != self._mine
-                for is_ours, tensor in ((True, own), (False, found[rank]))
-            ]
-            for work in dist.batch_isend_irecv(messages):
-                work.wait()
-            total = functools.reduce(torch.add, found.values())
-            local(parameter.grad).copy_(total)
+            if parameter.requires_grad:
+                own = _like_parameter(parameter)
+                found = {rank: own if rank == self._mine else torch.empty_like(own) for rank in ranks}
+                others = [rank for rank in ranks if rank != self._mine]
+                self._exchange(dict.fromkeys(others, own), {rank: found[rank] for rank in others})
+                own.copy_(functools.reduce(torch.add, found.values()))
+        if self._ranks and self._hook is None:  # now: strategies, which come later, have their hooks before this one
+            self._module = weakref.ref(module)
+            self._hook = before_every_step(self, TiedGradients._take_first)
+
+    @torch.no_grad()
+    def _take_first(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before a step: let all copies have the gradient of the first. Collectives: a message to each other rank."""
+        module = None if self._module is None else self._module()
+        if module is None:
+            return
+        names = [name for name, _ in module.named_parameters()]
+        named, held = dict(zip(names, resting_parameters(module), strict=True)), set(map(id, parameters_of(optimizer)))
+        for name, (first, *others) in self._ranks.items():
+            if id(named[name]) in held and named[name].grad is not None:
+                own = _like_parameter(named[name])
+                is_first = self._mine == first
+                self._exchange(dict.fromkeys(others, own) if is_first else {}, {} if is_first else {first: own})
+
+    def release(self) -> None:
+        """Take the hook off."""
+        if self._hook is not None:
+            self._hook.release()
+
+    def _exchange(self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+        pairs = [(dist.isend, *one) for one in sent.items()] + [(dist.irecv, *one) for one in received.items()]
+        messages = [
+            dist.P2POp(kind, tensor, group=self._group, group_peer=rank)
+            for kind, rank, tensor in pairs
+            if tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
+
+
+def _like_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """What of the gradient of a parameter lies on this rank, dense and divided as the parameter is, in its memory."""
+    gradient: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    if is_sharded(gradient) and is_sharded(parameter) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    if not local(gradient).is_contiguous():
+        gradient = gradient.contiguous()
+    parameter.grad = gradient
+    return local(gradient)
 
 
 class WaitingGradients:

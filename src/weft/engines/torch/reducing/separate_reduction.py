@@ -69,11 +69,10 @@ class SeparateReduction:
         missing = [name for name, p in self.named.items() if p.grad is None]
         for name in missing:
             self.named[name].grad = torch.zeros_like(self.named[name])
-        messages: dict[tuple[dist.ProcessGroup | None, int, torch.dtype, str], list[str]] = {}
+        messages: dict[tuple[dist.ProcessGroup | None, int, torch.dtype], list[str]] = {}
         for name, p in self.named.items():
-            how = self.how[name]
-            messages.setdefault((how.group, how.divide, p.dtype, name if how.alone else ""), []).append(name)
-        for (group, divide, _, _), names in messages.items():
+            messages.setdefault((self.how[name].group, self.how[name].divide, p.dtype), []).append(name)
+        for (group, divide, _), names in messages.items():
             flags = [float(name not in missing) for name in names] if forget_unused else []
             if group is not None:
                 flags = self._send(names, flags, group, divide)
