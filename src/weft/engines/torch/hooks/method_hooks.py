@@ -7,6 +7,7 @@ pickle of the module is plain: hooks and methods of this file stay behind.
 
 from __future__ import annotations
 
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -166,6 +167,11 @@ class _Method:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._around(self._call, args, kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the method: `generate` of transformers looks for arguments of forward, such as masks."""
+        return inspect.signature(self._call)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._module()))
