@@ -814,7 +814,7 @@ def _scaled(ctx, loss, init, weight):
         ({"pipeline": 2}, _sum_and_count, 2.0**24, 1.0),  # too large: the first steps are skipped
         pytest.param({"data": 2, "pipeline": 2}, _loss, 2.0**24, 1.0, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=["small", "large", "data"],
 )
 def test_the_loss_scale_of_fp16_moves_alike_on_all_stages(mesh, loss, init, weight):
     expected = run_ranks(_scaled, 1, loss, init, weight)[0]

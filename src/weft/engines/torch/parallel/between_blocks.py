@@ -32,6 +32,7 @@ class BetweenBlocks:
 
     spare: nn.Module | None = None
     outside = True
+    in_stages = True
     cause = "something between the blocks, or in a hook on one, mixes places of the sequence, or counts them"
     fix = BETWEEN_BLOCKS
 
