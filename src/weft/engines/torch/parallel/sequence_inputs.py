@@ -45,9 +45,10 @@ class SplitInputs:
         self._ranks = ranks
         self._method = method
         self._part = SequencePart(ranks.order, ranks.number, ranks.rank)
+        making = [(part, methods_that_make_masks(part)) for part in module.modules()]
         attach(module, self._removable, before=self._check_parts, first=True)
-        for part in module.modules():
-            attach(part, self._removable, around=self._with_whole_masks, methods=methods_that_make_masks(part))
+        for part, methods in making:
+            attach(part, self._removable, around=self._with_whole_masks, methods=methods)
 
     def undo(self) -> None:
         """Let the model be called with anything again."""
