@@ -249,6 +249,40 @@ def test_documents_with_dropout_are_as_in_one_process(method):
     assert differences(run_ranks(train_dropping, 2, method, mesh={"context": 2}), expected) < 1e-10
 
 
+class OfEnds(nn.Module):
+    """Attention in documents of which it is given the ends, their numbers or a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Attention()
+
+    def forward(self, x, ends=None, ids=None, mask=None):
+        if ends is not None:
+            ids = torch.bucketize(torch.arange(int(ends[-1])), ends, right=True)[None]
+        return self.layer(x, documents(ids) if mask is None else mask)
+
+
+def long_sequences(ctx, method):
+    """What differs from one process in sequences of which a probe computes a part."""
+    length, found = 4608, []
+    ends = torch.tensor([700, 3000, 3001, length])
+    ids = torch.bucketize(torch.arange(length), ends, right=True)[None]
+    x = torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(0))
+    for given in ({"ends": ends}, {"ids": ids}, {"mask": documents(ids)}):
+        model = made(OfEnds).float()
+        expected = weft.data.split_sequence(model(x, **given), ctx)
+        model, inner = weft.context_parallel(model, ctx, method=method)
+        output = model(weft.data.split_sequence(x, inner), **given)
+        found.append((output - expected).abs().max().item())
+    return found
+
+
+@pytest.mark.parametrize("method", ["heads", "gather"])
+def test_parts_of_long_sequences_are_measured_with_their_masks(method):
+    for found in run_ranks(long_sequences, 2, method, mesh={"context": 2}):
+        assert max(found) < 1e-5
+
+
 def train_encoder(ctx, method, order):
     model = made(Encoder)
     if "context" in dict(ctx.axes):

@@ -6,6 +6,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import weft
 from tests.variants import slow_cases
+from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -124,3 +125,25 @@ def test_documents_are_as_one_by_one(kind, layout, ranks, method, order):
     expected = _trained(model, lambda step: _one_by_one(kind, model, step))
     found = run_ranks(_train, ranks, kind, layout, method, order, mesh={"context": ranks})
     assert _differences(found, expected) < 1e-10
+
+
+def _attached(ctx):
+    """A mask of floats, and something that was attached to the forward that makes masks."""
+    model, calls = _model("mistral"), []
+
+    def around(call, args, kwargs):
+        calls.append(len(args))
+        return call(*args, **kwargs)
+
+    batch = _batch("mistral", 0, "left")
+    batch["attention_mask"] = batch["attention_mask"].double()
+    expected = _sum("mistral", model, weft.data.split_sequence(batch, weft.local()))
+    attach(model.model, Removable(), around=around, methods=["forward"])
+    model, ctx = weft.context_parallel(model, ctx)
+    found = _sum("mistral", model, weft.data.split_sequence(batch, ctx))
+    return len(calls) > 1, abs(weft.reduce(found.detach(), ctx, "sum") - expected).item()
+
+
+def test_what_was_attached_around_a_forward_stays():
+    for was_called, difference in run_ranks(_attached, 2, mesh={"context": 2}):
+        assert was_called and difference < 1e-10

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import nn
 
-from weft.engines.torch.hooks.method_hooks import innermost
 from weft.errors import ContractError
 
 _CAUGHT = frozenset(
@@ -45,34 +44,40 @@ def other_attention(module: nn.Module) -> list[str]:
     ]
 
 
-def mask_functions(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """The functions of transformers that make masks of whole sequences, by the name that some code calls them by."""
-    code: Any = inspect.unwrap(innermost(function))
-    found = {name: code.__globals__.get(name) for name in _names_in(code.__code__)}
-    return {
-        name: one
-        for name, one in found.items()
-        if getattr(one, "__module__", "") == _MASKS and name.startswith("create_") and name not in _OF_PARTS
-    }
+def methods_that_make_masks(part: nn.Module) -> dict[str, dict[str, Callable[..., Any]]]:
+    """The methods behind a module's forward that make masks of whole sequences.
 
-
-def methods_that_make_masks(part: nn.Module) -> list[str]:
-    """The methods behind a module's forward that call `mask_functions`.
+    Returns:
+        Which functions of transformers each of them calls for it, by the names that are in its code.
 
     Raises:
         ContractError: One is that of a base class, behind another of the same name.
     """
-    cls = type(part)
-    found = [] if _of_torch(part) else [one for one in _functions(cls, far=False) if mask_functions(one)]
-    for name, function in ((one.__name__, one) for one in found):
-        if inspect.unwrap(getattr(cls, name)) is not function:
+    cls, found = type(part), {}
+    for function in [] if _of_torch(part) else _functions(cls, far=False):
+        name, makers = function.__name__, _mask_functions(function)
+        if makers and inspect.unwrap(getattr(cls, name)) is not function:
             raise ContractError(
                 f"context_parallel: {cls.__name__} makes masks where they cannot be those of whole sequences",
                 found=f"{function.__qualname__}, called by {cls.__name__}.{name}",
                 expected=f"a class that has all of the code of {name}, or inherits it",
                 fix=f"del {cls.__name__}.{name}  # what it does around the other one is for register_forward_hook",
             )
-    return [function.__name__ for function in found]
+        if makers:
+            found[name] = makers
+    return found
+
+
+def _mask_functions(function: types.FunctionType) -> dict[str, Callable[..., Any]]:
+    used = {name: function.__globals__.get(name) for name in _names_in(function.__code__)}
+    return {
+        name: one
+        for name, one in used.items()
+        if callable(one)
+        and getattr(one, "__module__", "") == _MASKS
+        and name.startswith("create_")
+        and name not in _OF_PARTS
+    }
 
 
 def _of_torch(part: nn.Module) -> bool:

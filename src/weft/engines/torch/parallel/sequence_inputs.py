@@ -11,7 +11,7 @@ Its code runs with other functions for this: they gather what they are given fro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from weft import torch_internals
 from weft.engines.torch.hooks.method_hooks import Removable, attach, with_names
-from weft.engines.torch.parallel.sequence_code import mask_functions, methods_that_make_masks
+from weft.engines.torch.parallel.sequence_code import methods_that_make_masks
 from weft.engines.torch.parallel.sequence_exchange import Method, SequenceRanks, gather_places, rows_of_rank
 from weft.errors import ContractError, listed
 from weft.tensors.nested import leaves, map_tensors, tensors
@@ -48,7 +48,8 @@ class SplitInputs:
         making = [(part, methods_that_make_masks(part)) for part in module.modules()]
         attach(module, self._removable, before=self._check_parts, first=True)
         for part, methods in making:
-            attach(part, self._removable, around=self._with_whole_masks, methods=methods)
+            for name, makers in methods.items():
+                attach(part, self._removable, around=partial(self._with_whole_masks, makers), methods=[name])
 
     def undo(self) -> None:
         """Let the model be called with anything again."""
@@ -107,17 +108,18 @@ class SplitInputs:
     # -- models of transformers
 
     @torch_internals.untraced  # a compiler starts again in the layers
-    def _with_whole_masks(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with_whole_masks(self, makers: Mapping[str, Callable[..., Any]], call: Any, args: Any, kwargs: Any) -> Any:
         """Run a method that makes masks, such that each is that of the whole sequence; see [Note: masks]."""
         if self.off:
             return call(*args, **kwargs)
-        names = {name: partial(self._whole_mask, make) for name, make in mask_functions(call).items()}
-        return with_names(call, names)(*args, **kwargs)
+        return with_names(call, {name: partial(self._whole_mask, make) for name, make in makers.items()})(
+            *args, **kwargs
+        )
 
     def _whole_mask(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a function of transformers makes of whole sequences; of it, the rows that this rank needs.
 
-        Collectives: one all-gather of each integer or boolean tensor [rows, part].
+        Collectives: one all-gather of each tensor [rows, part].
 
         Raises:
             ContractError: It makes no tensors, for another kind of attention.
@@ -145,7 +147,7 @@ def _whole_of(ranks: SequenceRanks, tensor: torch.Tensor) -> torch.Tensor:
     """What a mask is made of for whole sequences: of hidden states, shape and dtype are enough."""
     if tensor.ndim not in (2, 3):
         return tensor
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() and tensor.ndim == 3:
         rows, part, *rest = tensor.shape
         return tensor.new_empty(()).expand(rows, part * ranks.number, *rest)
     return gather_places(ranks, tensor)
