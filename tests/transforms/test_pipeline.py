@@ -226,15 +226,15 @@ def _functional():
 
 
 def _named_twice(ctx):
-    stages = [["embed", "positions", "layers.0"], ["layers.1", "norm", "embed.weight"]]
-    model, ctx = weft.pipeline(_functional(), ctx, loss=_loss, micro_batches=2, stages=stages)
+    stages = [["embed", "positions"], ["layers.0"], ["layers.1", "norm", "embed.weight"]]
+    model, ctx = weft.pipeline(_functional(), ctx, loss=_loss, micro_batches=4, stages=stages)
     return _fit(model, model, ctx, steps=1, epochs=1)
 
 
 def test_a_parameter_may_be_named_in_each_stage_that_uses_it():
     model = _functional()
     reference = _fit(model, lambda x, y: _loss(model(x), y), weft.local(), steps=1, epochs=1)
-    _check(run_ranks(_named_twice, 2, mesh={"pipeline": 2}), reference)
+    _check(run_ranks(_named_twice, 3, mesh={"pipeline": 3}), reference)
 
 
 def _frozen(ctx):
