@@ -220,13 +220,13 @@ class Functional(Net):
 
 def _functional():
     torch.manual_seed(0)
-    model = Functional(2).double()
+    model = Functional(3).double()
     del model.head
     return model
 
 
 def _named_twice(ctx):
-    stages = [["embed", "positions"], ["layers.0"], ["layers.1", "norm", "embed.weight"]]
+    stages = [["embed", "positions", "layers.0"], ["layers.1"], ["layers.2", "norm", "embed.weight"]]
     model, ctx = weft.pipeline(_functional(), ctx, loss=_loss, micro_batches=4, stages=stages)
     return _fit(model, model, ctx, steps=1, epochs=1)
 
