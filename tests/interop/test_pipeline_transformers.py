@@ -126,6 +126,34 @@ def test_parts_of_sequences_go_from_stage_to_stage(kind):
             assert abs(norm - wanted) < 1e-12
 
 
+def _divided_head(ctx):
+    model = _model("llama tied")
+    plan = {**weft.tensor_plan(model), "lm_head": "vocab"}
+    model, ctx = weft.tensor_parallel(model, ctx, plan=plan, sequence=True)
+
+    def loss(output, target):
+        return weft.collectives.vocab_cross_entropy(output.logits, target, ctx)
+
+    model, ctx = weft.pipeline(model, ctx, loss=loss, micro_batches=2)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for step in range(4):
+        model(*_batch(step)).backward()
+        weft.clip_grads(model, ctx, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    weight = model.lm_head.weight
+    return None if weight.is_meta else (weight.to_local().shape, weight.full_tensor().detach())
+
+
+@pytest.mark.slow
+def test_both_copies_of_a_divided_vocabulary_are_trained_as_in_one_process():
+    model = _model("llama tied")
+    _fit(model, lambda x, y: _loss(model(x), y), weft.local(), steps=4)
+    for shape, weight in run_ranks(_divided_head, 4, mesh={"pipeline": 2, "tensor": 2}):
+        assert shape in ((34, 16), (33, 16))
+        assert (weight - model.lm_head.weight).abs().max() < 1e-12
+
+
 def _labelled(ctx):
     model, ctx = weft.pipeline(_model("llama"), ctx, micro_batches=4)
     tokens, labels = _ignoring()

@@ -327,5 +327,5 @@ def _dims(apart: Sequence[Any], together: Any) -> list[int | None] | None:
     if dims is None:
         return None
     pairs = zip(tensors(join_rows(apart, dims, [1.0] * len(apart))), tensors(together), strict=True)
-    off = (difference(Compared("rows", t, w)) > LOW_LIMIT for t, w in pairs if t.dim())
+    off = (difference(Compared("rows", local(t), local(w))) > LOW_LIMIT for t, w in pairs if t.dim())
     return None if any(off) else dims
