@@ -103,6 +103,15 @@ def test_labels_are_shifted_before_they_are_split(ranks):
     assert torch.allclose(torch.stack(losses).mean(), expected, atol=1e-14, rtol=0)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_labels_that_the_model_does_not_shift(ranks):
+    labels = _words()
+    labels[:, :3] = -100
+    for rank in range(ranks):
+        part = weft.data.split_sequence({"labels": labels}, _ctx(rank, ranks), shifts_labels=False)
+        assert "shift_labels" not in part and float(part["num_items_in_batch"]) == 10 / ranks
+
+
 def test_labels_and_numbers_of_the_user_are_kept():
     given = {"labels": _words(), "shift_labels": _words() + 1, "num_items_in_batch": 5}
     part = weft.data.split_sequence(given, _ctx())

@@ -7,6 +7,7 @@ from torch.nn import functional as F  # noqa: N812
 import weft
 from tests.variants import slow_cases
 from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.errors import ProbeFailed
 from weft.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -17,10 +18,13 @@ SIZES = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_h
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "use_cache": False}
 # Windows of 4 places over slices of 8, and layers of both kinds.
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4}
+NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
 MODELS = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
     "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 4}),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**WINDOWS, "max_window_layers": 1}),
+    "modernbert": ("ModernBertForMaskedLM", "ModernBertConfig", {"local_attention": 4}),
+    "opt": ("OPTForCausalLM", "OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32, **NO_DROPOUT}),
     "bert": ("BertForMaskedLM", "BertConfig", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
 }
 
@@ -147,3 +151,40 @@ def _attached(ctx):
 def test_what_was_attached_around_a_forward_stays():
     for was_called, difference in run_ranks(_attached, 2, mesh={"context": 2}):
         assert was_called and difference < 1e-10
+
+
+def _as_given(ctx, kind, batch, options):
+    model = _model(kind)
+    if kind == "modernbert":  # it has no cache
+        del model.config.use_cache
+    expected = model(**batch).loss
+    expected.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model, ctx = weft.context_parallel(model, ctx)
+    model, ctx = weft.replicate(model, ctx)
+    loss = model(**weft.data.split_sequence(batch, ctx, **options)).loss
+    loss.backward()
+    torch.testing.assert_close(weft.reduce(loss.detach(), ctx, "mean"), expected.detach(), rtol=0, atol=1e-12)
+    for found, wanted in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(found.grad, wanted, rtol=0, atol=1e-10)
+
+
+def _added(ctx, kind):
+    """Labels of a masked language model, and positions that a model counts by its mask."""
+    draw = torch.Generator().manual_seed(0)
+    words = torch.randint(1, WORDS, (4, LENGTH), generator=draw)
+    mask = torch.ones_like(words)
+    for row, hidden in enumerate((0, 5, 7, 0)):
+        mask[row, :hidden] = 0
+    batch = {"input_ids": words, "labels": torch.where(mask == 1, words, -100), "attention_mask": mask}
+    with pytest.raises(ProbeFailed, match=r"(?s)shifts_labels=False.*batch\[\"position_ids\"\] = positions"):
+        _as_given(ctx, kind, batch, {})
+    if kind == "opt":
+        batch["position_ids"] = (mask.cumsum(1) * mask - 1).long()
+    _as_given(ctx, kind, batch, {"shifts_labels": kind == "opt"})
+
+
+@pytest.mark.parametrize("kind", ["modernbert", "opt"])
+def test_what_is_added_to_a_batch_is_compared_with_what_the_model_computes_without_it(kind):
+    run_ranks(_added, 2, kind, mesh={"context": 2})

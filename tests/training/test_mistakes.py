@@ -483,6 +483,20 @@ def sequences(ctx, how, length=8, cuts=True):
     model(tokens).square().mean().backward()
 
 
+class _Masked(_Attention):
+    """As masked language models of transformers."""
+
+    def forward(self, input_ids, labels, position_ids=None, shift_labels=None, num_items_in_batch=None):
+        losses = cross_entropy(super().forward(input_ids).flatten(0, 1), labels.flatten(), reduction="sum")
+        return losses / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+
+
+def labels_in_place(ctx):
+    model, ctx = weft.context_parallel(_Masked(""), ctx)
+    tokens = torch.arange(16).view(2, 8) % 4
+    model(**weft.data.split_sequence({"input_ids": tokens, "labels": tokens}, ctx)).backward()
+
+
 class _Experts(nn.Module):
     def __init__(self, number=4, balances=False):
         super().__init__()
@@ -617,7 +631,7 @@ MESHES = {
         cut_vocabulary, all_logits_of_a_cut_head, plan_without_a_part,
         cut_after_the_strategy, optimizer_before_the_cut, experts_of_one_batch,
     ),
-    "context": (sequences,),
+    "context": (sequences, labels_in_place),
     "expert": (tokens_that_compete, balanced_over_one_rank, three_experts_on_two_ranks),
     "pipeline": (
         rows_that_depend_on_each_other, other_batches_along_the_pipeline,
@@ -644,6 +658,7 @@ MODEL_AXES = [
     (sequences, ("whole", 6), ValueError, "split_sequence: sequences of 6 places cannot be split over 2 ranks"),
     (sequences, ("by hand",), weft.errors.ContractError, "computed without F.scaled_dot_product_attention"),
     (sequences, ("window",), weft.errors.ContractError, "a mask [1, 1, 4, 4] of torch.bool for 4 of 8 places"),
+    (labels_in_place, (), weft.errors.ProbeFailed, "what is returned, over the ranks, differs"),
     (sequences, ("pooled",), weft.errors.ProbeFailed, "what is returned (2, 4) differs"),
     (sequences, ("summed",), weft.errors.ProbeFailed, "the mean over the ranks of what is returned differs"),
     (tokens_that_compete, (), weft.errors.ProbeFailed, "output 0 of half of the rows"),

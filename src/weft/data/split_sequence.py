@@ -13,11 +13,10 @@ from weft.checks import check_choice, check_count
 from weft.context import DistContext
 from weft.errors import ContextError, listed, type_error, value_error
 from weft.tensors.nested import cuts_itself, leaves, map_leaves, with_items
-from weft.tensors.sequence_order import Order, SequencePart, chunks, note_part, places, with_note_of
+from weft.tensors.sequence_order import Order, SequencePart, added_arguments, chunks, note_part, places, with_note_of
 
 B = TypeVar("B")
 _PAD = 'loader = DataLoader(..., collate_fn=weft.data.pad_collate(multiple_of={}, fill={{"labels": -100}}))'
-_IGNORED = -100  # the label that counts nowhere, of torch and transformers
 
 
 def split_sequence(
@@ -28,6 +27,7 @@ def split_sequence(
     axis: str = "context",
     order: Order = "zigzag",
     whole: str | Sequence[str] = (),
+    shifts_labels: bool = True,
 ) -> B:
     """Take this rank's part of every sequence of a batch; for modules of `context_parallel`.
 
@@ -36,7 +36,7 @@ def split_sequence(
     batches, split them along: `x, y, at = weft.data.split_sequence((x, y, torch.arange(x.shape[1])[None]), ctx)`.
 
     Labels keep the places of their tokens: targets that were shifted before, as `y` in `(x, y)`, are right in each
-    part. A mapping with "labels" [batch, length] in the way of transformers, which shifts them inside the model,
+    part. A mapping with "labels" [batch, length] in the way of transformers, whose language models shift them inside,
     also gets "shift_labels", shifted before they are split, and "num_items_in_batch", such that the mean of
     `model(**part).loss` over the ranks is the loss of the whole batch. Where documents share a row, the last label of
     one is the first token of the next, as in one process: the collate function sets it to -100.
@@ -52,6 +52,8 @@ def split_sequence(
         order: As for `context_parallel`.
         whole: Keys of a mapping whose values stay whole: masks [..., length, length], or what your model makes them of,
             such as ids of documents. A model of transformers is given parts alone.
+        shifts_labels: Whether the model shifts "labels" of a mapping. False for masked language models and
+            classifications of tokens.
 
     Returns:
         The same structure, with tensors [..., length / ranks, ...].
@@ -81,7 +83,7 @@ def split_sequence(
     sequences = {path: leaf for path, leaf in _sequences(batch, dim, ranks).items() if not stay & set(path[:1])}
     length = _length(sequences, dim)
     _check_divides(length, part)
-    complete = _add_model_arguments(batch, sequences, length, dim, ranks)
+    complete = _add_model_arguments(batch, sequences, length, dim, ranks, shifts=shifts_labels)
     if ranks == 1:
         return complete
 
@@ -168,34 +170,15 @@ def _check_divides(length: int, part: SequencePart) -> None:
         )
 
 
-def _add_model_arguments(batch: B, sequences: Mapping[tuple[str, ...], Any], length: int, dim: int, ranks: int) -> B:
+def _add_model_arguments(
+    batch: B, sequences: Mapping[tuple[str, ...], Any], length: int, dim: int, ranks: int, *, shifts: bool
+) -> B:
     """A mapping with what a model needs besides, still whole."""
     if not isinstance(batch, Mapping):
         return batch
-    first = next((leaf for leaf in sequences.values() if isinstance(leaf, torch.Tensor)), None)
-    more: dict[str, Any] = {}
-    if "position_ids" not in batch:
-        at = torch.arange(length, device=None if first is None else first.device)
-        rows = next(iter(sequences.values())).shape[0]
-        more["position_ids"] = at if dim == 0 else at.expand(rows, length)
-    labels = batch.get("labels")
-    if isinstance(labels, torch.Tensor) and labels.ndim == dim + 1:
-        targets = batch.get("shift_labels")
-        if targets is None:
-            more["shift_labels"] = targets = _shifted(labels, dim, length)
-        if "num_items_in_batch" not in batch:
-            # Each rank divides by its share of the number, so that the mean over the ranks is the mean over labels.
-            count = (targets != _IGNORED).sum().clamp(min=1)
-            more["num_items_in_batch"] = (
-                count.to(torch.float32 if count.device.type == "mps" else torch.float64) / ranks
-            )
-    return cast("B", with_items(batch, more))
-
-
-def _shifted(labels: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """The label of the next place at each place; none at the last."""
-    last = torch.full_like(labels.narrow(dim, 0, 1), _IGNORED)
-    return torch.cat([labels.narrow(dim, 1, length - 1), last], dim)
+    device = next((leaf.device for leaf in sequences.values() if isinstance(leaf, torch.Tensor)), None)
+    shape = (int(next(iter(sequences.values())).shape[0]), length)
+    return cast("B", with_items(batch, added_arguments(batch, shape, device, ranks, dim=dim, shifts=shifts)))
 
 
 def _cut(leaf: Any, dim: int, length: int, part: SequencePart) -> Any:

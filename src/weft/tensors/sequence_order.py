@@ -1,4 +1,4 @@
-"""Which places of a sequence each rank holds, and the note on a tensor that says so.
+"""Which places of a sequence each rank holds, the note on a tensor that says so, and what parts need besides.
 
 [Note: zig-zag] A causal attention computes more for later places than for earlier ones. In zig-zag order a sequence is
 cut into two chunks per rank, and rank k holds the k-th from either end, so that all ranks compute equally much.
@@ -10,12 +10,14 @@ move to another device that is not weft's; the positions of the tokens are compa
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 Order = Literal["zigzag", "contiguous"]
-_NOTE = "_weft_sequence_part"
+IGNORED = -100  # the label that counts nowhere, of torch and transformers
+_NOTE, _ADDED = "_weft_sequence_part", "_weft_added_to_batch"
 
 
 class SequencePart(NamedTuple):
@@ -89,6 +91,44 @@ def part_of(tensor: torch.Tensor) -> SequencePart | None:
     """What was noted on a tensor, if anything was."""
     found: SequencePart | None = getattr(tensor, _NOTE, None)
     return found
+
+
+def added_arguments(
+    batch: Mapping[str, Any], shape: tuple[int, int], device: torch.device | None, ranks: int, *, dim: int, shifts: bool
+) -> dict[str, torch.Tensor]:
+    """What a model needs to be given beside a part of a batch, and one process computes by itself; still whole.
+
+    Args:
+        batch: By the names of arguments; what is in it is not added.
+        shape: Rows, and the length of sequences.
+        device: Where positions are needed.
+        ranks: How many parts there are.
+        dim: Of sequences.
+        shifts: Whether the model shifts labels.
+    """
+    more: dict[str, torch.Tensor] = {}
+    if "position_ids" not in batch:
+        at = torch.arange(shape[1], device=device)
+        more["position_ids"] = at if dim == 0 else at.expand(shape)
+    labels = batch.get("labels")
+    if isinstance(labels, torch.Tensor) and labels.ndim == dim + 1:
+        targets = batch.get("shift_labels", labels)
+        if shifts and "shift_labels" not in batch:
+            last = torch.full_like(labels.narrow(dim, 0, 1), IGNORED)
+            more["shift_labels"] = targets = torch.cat([labels.narrow(dim, 1, shape[1] - 1), last], dim)
+        if "num_items_in_batch" not in batch:
+            # Each rank divides by its share of the number, so that the mean over the ranks is the mean over labels.
+            count = (targets != IGNORED).sum().clamp(min=1)
+            dtype = torch.float32 if count.device.type == "mps" else torch.float64
+            more["num_items_in_batch"] = count.to(dtype) / ranks
+    for tensor in more.values():
+        setattr(tensor, _ADDED, True)
+    return more
+
+
+def is_added(value: object) -> bool:
+    """Whether it is one of `added_arguments`."""
+    return hasattr(value, _ADDED)
 
 
 def with_note_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

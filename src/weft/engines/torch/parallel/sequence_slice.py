@@ -26,7 +26,7 @@ from weft.engines.torch.probes.compare import (
 from weft.engines.torch.probes.no_trace import no_trace
 from weft.engines.torch.probes.observed import WithoutDropout
 from weft.tensors.nested import leaves, map_leaves, map_tensors, tensors
-from weft.tensors.sequence_order import SequencePart, note_part, part_of, places
+from weft.tensors.sequence_order import SequencePart, added_arguments, is_added, note_part, part_of, places
 
 # Tokens that are computed whole, at least and at most; between, as many as a rank has, and later the least.
 _FEW, _MANY = 2048, 8192
@@ -34,6 +34,10 @@ _LOW_LOSS = 1e-3  # the limit where 16 bits are in it: the rounding of a loss av
 _MEAN = (
     "losses.mean(), of all places; where not all count: count = weft.metrics.denominator(number, ctx) "
     "of this rank's places, model(..., count), and in it losses.sum() / count"
+)
+_GIVEN = (
+    "part = weft.data.split_sequence(batch, ctx, shifts_labels=False)  # if the model does not shift labels; "
+    'or batch["position_ids"] = positions  # before it is split, if the model counts them in another way than 0, 1, 2'
 )
 
 
@@ -85,7 +89,8 @@ class SlicedSequences:
     ) -> Iterator[Compared]:
         """Compare what is returned: of each place, and a loss as the mean over the ranks.
 
-        At first a loss of few rows is compared as well: in that of all of them, differences of rows may cancel out.
+        At first a loss of few rows is compared as well: in that of all of them, differences of rows may cancel out. And
+        so is a call without what `split_sequence` has added, which the model may compute in another way.
 
         Yields:
             What differs between the parts and the whole, if the model mixes places.
@@ -96,11 +101,16 @@ class SlicedSequences:
         if is_loss and self._turn == 1:
             with parts_suppressed():  # of so few, it may be undefined
                 yield from self._compare(name, args, kwargs, few=True)
+        if any(map(is_added, kwargs.values())):
+            with parts_suppressed():  # the model may need it
+                yield from self._compare(name, args, kwargs, few=True, given=True)
 
-    def _compare(self, name: str, args: Any, kwargs: Any, *, few: bool = False) -> Generator[Compared, None, bool]:
+    def _compare(
+        self, name: str, args: Any, kwargs: Any, *, few: bool = False, given: bool = False
+    ) -> Generator[Compared, None, bool]:
         n, trains = self._ranks.number, torch.is_grad_enabled()
         with torch.no_grad(), WithoutDropout() as observed, _without_fast_path():
-            parts, whole, expected = self._whole(name, args, kwargs, few)
+            parts, whole, expected = self._whole(name, args, kwargs, few, given)
             is_loss = any(one.ndim == 0 and one.is_floating_point() for one in expected)
             counted = self._counted(name, whole) if is_loss and trains else []
             try:
@@ -122,25 +132,27 @@ class SlicedSequences:
                 mean = one.clone()
                 dist.all_reduce(mean, group=self.group)
                 mean /= n
-                yield Compared(f"{what}, over the ranks,", _nearest([mean, mean * n], other), other, limit=limit)
-                if trains:  # gradients are averaged
+                nearest = mean if given else _nearest([mean, mean * n], other)
+                fix = _GIVEN if given else ""
+                yield Compared(f"{what}, over the ranks,", nearest, other, limit=limit, fix=fix)
+                if trains and not given:  # gradients are averaged
                     # A sum that is divided by a number is a mean if that is a count per rank: n times as many in all.
                     right = _nearest([other, *(more[number] / n**2 for more in counted if len(more) > number)], mean)
                     text = f"the mean over the ranks of {what}"
                     yield Compared(text, mean, right, 0.0, limit, _MEAN, number)
             else:
                 wanted = [other] if at is None else _parts_of(other, one.shape, length, at)
-                yield Compared(what, one, _nearest(wanted, one), limit=limit)
+                yield Compared(what, one, _nearest(wanted, one), limit=limit, fix=_GIVEN if given else "")
         return is_loss
 
-    def _whole(self, name: str, args: Any, kwargs: Any, few: bool) -> tuple[Any, Any, list[torch.Tensor]]:
+    def _whole(self, name: str, args: Any, kwargs: Any, few: bool, given: bool) -> tuple[Any, Any, list[torch.Tensor]]:
         """Some rows, in parts and whole, and what is returned for them whole; more, if some cannot be computed."""
         while not few and self._needs < 2:  # of groups of rows, or of documents whose ends are given
             with parts_suppressed():
                 parts, whole = self._sliced(args, kwargs)
                 return parts, whole, self._returned(name, whole, whole=True)
             self._needs += 1
-        parts, whole = self._sliced(args, kwargs, few)
+        parts, whole = self._sliced(args, kwargs, few, given)
         return parts, whole, self._returned(name, whole, whole=True)
 
     def _counted(self, name: str, whole: Any) -> list[list[torch.Tensor]]:
@@ -160,12 +172,19 @@ class SlicedSequences:
         with self._undivided() if whole else contextlib.nullcontext():
             return functional_call(module, {n: b.clone() for n, b in module.named_buffers()}, args, kwargs)
 
-    def _sliced(self, args: Any, kwargs: Any, few: bool = False) -> tuple[Any, Any]:
-        """Some rows, in parts and whole. Collectives: one all-gather per argument, and one where not all is taken."""
+    def _sliced(self, args: Any, kwargs: Any, few: bool = False, given: bool = False) -> tuple[Any, Any]:
+        """Some rows, in parts and whole. Collectives: one all-gather per argument, and one where not all is taken.
+
+        Args:
+            args: Of the call, on this rank.
+            kwargs: Likewise.
+            few: Whether to take few rows.
+            given: Whether the whole is as it was before it was split; it then begins with the first place.
+        """
         n, order = self._ranks.number, self._ranks.order
-        given = [t for t in tensors((args, kwargs)) if t.ndim > 1]
-        here = next((t.shape[1] for t in given if part_of(t) is not None), given[0].shape[1] if given else 0)
-        rows = next((t.shape[0] for t in given if t.shape[1] == here), 0)
+        found = [t for t in tensors((args, kwargs)) if t.ndim > 1]
+        here = next((t.shape[1] for t in found if part_of(t) is not None), found[0].shape[1] if found else 0)
+        rows = next((t.shape[0] for t in found if t.shape[1] == here), 0)
         part = SequencePart(order, n, self._ranks.rank)
         count, length = self._size(rows, here, few)
         mine = places(length, part)
@@ -174,11 +193,15 @@ class SlicedSequences:
             return tensor.ndim > 1 and tensor.shape[1] == here and tensor.shape[-2:] != (here * n, here * n)
 
         chosen, start = torch.arange(rows), 0
-        if (count, length) != (rows, here * n) and given:
-            empty = given[0].new_zeros(rows, here, dtype=torch.float32)
-            hidden = sum((_hidden(t) for t in given if t.shape == (rows, here)), empty)
-            is_noted = any(part_of(t) is not None for t in given)  # else it has to begin with the first place
-            chosen, start = self._choose(gather_places(self._ranks, hidden).cpu(), count, length, moves=is_noted)
+        if (count, length) != (rows, here * n) and found:
+            empty = found[0].new_zeros(rows, here, dtype=torch.float32)
+            hidden = sum((_hidden(t) for t in found if t.shape == (rows, here)), empty)
+            everywhere = gather_places(self._ranks, hidden).cpu()
+            is_noted = any(part_of(t) is not None for t in found)  # else it has to begin with the first place
+            if given:  # a row that hides little, and one that begins with padding
+                chosen = torch.stack([everywhere.sum(1).argmin(), everywhere[:, : length // 2].sum(1).argmax()]).unique()
+            else:
+                chosen, start = self._choose(everywhere, count, length, moves=is_noted)
 
         def joined(tensor: torch.Tensor) -> torch.Tensor:
             some = tensor.detach()
@@ -191,6 +214,11 @@ class SlicedSequences:
             return some
 
         whole = map_tensors(joined, (args, kwargs))
+        as_given, again = {name: value for name, value in whole[1].items() if not is_added(kwargs[name])}, whole
+        if given and found:
+            shape, device, shifts = (len(chosen), length), found[0].device, is_added(kwargs.get("shift_labels"))
+            again = whole[0], whole[1] | added_arguments(as_given, shape, device, n, dim=1, shifts=shifts)
+            again = whole[0], {name: again[1][name] for name in kwargs}
 
         def cut(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
             if not is_part(old):
@@ -199,9 +227,9 @@ class SlicedSequences:
             piece = new[:, mine.to(new.device)]
             return piece if noted is None else note_part(piece, noted)
 
-        news = iter(list(tensors(whole)))
+        news = iter(list(tensors(again)))
         parts = map_tensors(lambda old: cut(old, next(news)), (args, kwargs))
-        return parts, whole
+        return parts, (whole[0], as_given) if given else whole
 
     def _size(self, rows: int, here: int, few: bool) -> tuple[int, int]:
         """How many rows are computed whole, and how many places of them: whole ones, and a divisor of all if it can."""
