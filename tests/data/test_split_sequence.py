@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import weft
 from weft.errors import ContextError
-from weft.tensors.sequence_order import SequencePart, chunks, places, rank_order, sequence_order
+from weft.tensors.sequence_order import SequencePart, chunks, part_of, places, rank_order, sequence_order
 from weft.testing import fake
 
 
@@ -122,9 +122,8 @@ REFUSED = [
     (torch.zeros(2, 9), {"order": "contiguous"}, ValueError, "a length divisible by 2, such as 10"),
     ((torch.zeros(2, 8), torch.zeros(2, 7)), {}, ValueError, "0: 8, 1: 7"),
     (torch.zeros(8), {}, ValueError, "no tensor with dimension 1"),
-    ({"x": _words(), "cu_seq_lens_q": torch.tensor([0, 4, 8])}, {}, ValueError, "packed sequences cannot be split"),
-    ({"x": _words(), "position_ids": _words() % 4}, {}, ValueError, "position_ids from 0 to 3 for 8 places"),
-    ({"x": _words(), "attention_mask": (_words() > 2)}, {}, ValueError, "hides 3 of 16 places"),
+    ({"x": _words(), "y": torch.ones(2, 1, 8, 8)}, {"whole": "mask"}, ValueError, "whole = ['mask'], keys x, y"),
+    ((_words(), _words()), {"whole": "mask"}, ValueError, "a tuple"),
     (torch.nested.nested_tensor([torch.zeros(2, 3)], layout=torch.jagged), {}, TypeError, "a nested tensor"),
     (_words(), {"dim": -1}, ValueError, "dim = -1"),
     (_words(), {"order": "stripes"}, ValueError, "'stripes' is unknown"),
@@ -140,9 +139,14 @@ def test_what_would_be_silently_wrong_is_refused(batch, options, kind, text):
     assert "fix:" in str(error.value)
 
 
-def test_a_mask_of_ones_is_split():
-    part = weft.data.split_sequence({"x": _words(), "attention_mask": torch.ones(2, 8)}, _ctx())
-    assert part["attention_mask"].shape == (2, 4)
+def test_masks_of_padding_and_documents_are_split():
+    batch = {"x": _words(), "attention_mask": _words() > 2, "position_ids": _words() % 3}
+    batch |= {"cu_seq_lens_q": torch.tensor([0, 3, 6, 8]), "mask": torch.ones(2, 1, 8, 8), "ids": {"a": _words()}}
+    part = weft.data.split_sequence(batch, _ctx(), whole=["mask", "ids"])
+    assert part["attention_mask"].tolist() == [[False, False, True, True], [True] * 4]
+    assert part["position_ids"].tolist() == [[0, 1, 0, 1], [2, 0, 2, 0]]
+    assert all(part[key] is batch[key] for key in ("cu_seq_lens_q", "mask", "ids"))
+    assert not part_of(part["position_ids"]).positions and part_of(part["x"]) is not None
 
 
 def _in_worker(rows):

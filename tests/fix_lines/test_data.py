@@ -292,17 +292,17 @@ def test_rows_of_a_length_that_cannot_be_split():
     with told("data/split_sequence.py", "places cannot be split over") as it:
         weft.data.split_sequence(weft.data.pad_collate()(rows), ctx)
     loaders.append(loader_of(it, rows, batch_size=2))
-    with told("data/split_sequence.py", "packed sequences cannot be split") as it:
-        weft.data.split_sequence(weft.data.pack_collate(multiple_of=4)(rows), ctx)
-    loaders.append(loader_of(it, rows, batch_size=2))
     for loader in loaders:
         for batch in loader:
             assert weft.data.split_sequence(batch, ctx)["labels"].tolist() == [[0, 1, -100, -100], [0, 1, 6, -100]]
-    with told("data/split_sequence.py", "an attention_mask that hides places") as it:
-        batch = {**batch, "attention_mask": batch["labels"] != -100}
-        weft.data.split_sequence(batch, ctx)
-    it.run(batch=batch)
-    weft.data.split_sequence(batch, ctx)
+
+
+def test_what_stays_whole():
+    ctx, x, at, ids = fake(0, 2, mesh={"context": 2}), *torch.arange(24).view(3, 1, 8)
+    model = lambda x, at, ids: (x.shape, at.shape, ids.shape)  # noqa: E731
+    with told("data/split_sequence.py", "is not in the batch") as it:
+        weft.data.split_sequence((x, x, at, ids), ctx, whole="ids")
+    assert it.run(x=x, y=x, at=at, ids=ids, ctx=ctx, model=model)["at"].tolist() == [[8, 9, 14, 15]]
 
 
 def in_worker(rows):

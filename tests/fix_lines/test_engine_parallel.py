@@ -251,8 +251,11 @@ def _attention_mistakes(ctx):
     for mask in (torch.eye(4, dtype=torch.bool), torch.zeros(2, 1, 4, 4)):
         with told("engines/torch/parallel/split_attention.py", "a mask of attention module") as it:
             model(part, attn_mask=mask)
-    assert it.fix.startswith("is_causal=True without a mask")
+    assert it.fix.endswith("or is_causal=True without a mask")
     model(part, is_causal=True)
+    ids = torch.tensor([[0] * 5 + [1] * 3])
+    whole = it.run(batch={"x": x, "segment_ids": ids}, ctx=inner)["part"]
+    model(whole["x"], attn_mask=(whole["segment_ids"][:, None, :, None] == whole["segment_ids"][:, None, None, :]))
 
     with told("engines/torch/parallel/split_attention.py", "drops weights") as it:
         other.train()(part, part, part, need_weights=False)

@@ -113,26 +113,29 @@ def test_training_is_that_of_one_process(kind, mesh, strategy, method, steps):
         assert max((a - b).abs().max().item() for a, b in zip(found[2], parameters, strict=True)) < 1e-12
 
 
-def _own_loss(ctx, order):
+def _own_loss(ctx, order, documents):
     """The loss that the model computes, and its gradients, of the whole and of parts."""
     batch = next(iter(DataLoader(_rows(), batch_size=4)))
+    if documents:  # whose ends have labels, too: the first words of the next ones
+        batch |= {"position_ids": torch.arange(LENGTH).remainder(5).expand(4, -1), "use_cache": False}
+    else:
+        batch["attention_mask"] = torch.ones(4, LENGTH)
     whole = _model("llama")
     expected = whole(**batch).loss
     expected.backward()
     model, inner = weft.context_parallel(_model("llama"), ctx, order=order)
     model, inner = weft.replicate(model, inner)
-    loss = model(
-        **weft.data.split_sequence({**batch, "attention_mask": torch.ones(4, LENGTH)}, inner, order=order)
-    ).loss
+    loss = model(**weft.data.split_sequence(batch, inner, order=order)).loss
     loss.backward()
     pairs = zip(model.parameters(), whole.parameters(), strict=True)
     gradients = max((a.grad - b.grad).abs().max().item() for a, b in pairs)
     return abs(weft.reduce(loss.detach(), ctx, "mean").item() - expected.item()), gradients
 
 
+@pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
-def test_the_loss_of_the_model_is_that_of_the_whole_batch(order):
-    for loss, gradients in run_ranks(_own_loss, 2, order, mesh={"context": 2}):
+def test_the_loss_of_the_model_is_that_of_the_whole_batch(order, documents):
+    for loss, gradients in run_ranks(_own_loss, 2, order, documents, mesh={"context": 2}):
         assert loss < 1e-6  # float32, inside of the model
         assert gradients < 1e-7
 
@@ -152,8 +155,7 @@ def _refused(ctx):
         lambda: parallel(num_attention_heads=1, num_key_value_heads=1)(input_ids=ids, position_ids=at),
         lambda: parallel()(input_ids=ids),
         lambda: parallel()(input_ids=ids, position_ids=at, labels=part["labels"]),
-        lambda: parallel()(input_ids=ids, position_ids=at, attention_mask=torch.ones(4, 8).tril()),
-        lambda: parallel("mixtral", sliding_window=8)(input_ids=ids, position_ids=at),
+        lambda: parallel()(input_ids=ids, position_ids=at, attention_mask=torch.ones(1, 1, 8, 8).bool().triu()),
         lambda: parallel("mixtral", output_router_logits=True)(input_ids=ids, position_ids=at),
     ]
     for call in calls:
@@ -173,8 +175,7 @@ def test_what_would_be_silently_wrong_is_refused():
         "1 heads of 'model.layers.0.self_attn' cannot be shared by 2 ranks",
         "the positions of this rank's tokens",
         "with all that it returns, as the positions of this rank's tokens and shifted labels",
-        "attention_mask of LlamaModel cannot be split",
-        "sliding_window = 8, sequences of 16 places",
+        "a mask [1, 1, 8, 8] of torch.bool for 8 of 16 places",
         "MixtralForCausalLM is for one process",
     ]
     for texts in run_ranks(_refused, 2, mesh={"context": 2}):

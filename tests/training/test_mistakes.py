@@ -469,7 +469,8 @@ class _Attention(nn.Module):
         if self.how == "by hand":
             found = (q @ k.transpose(-1, -2)).softmax(-1) @ v
         else:
-            found = scaled_dot_product_attention(q, k, v)
+            mask = torch.ones(2 * [q.shape[2]]).tril().triu(-1).bool() if self.how == "window" else None
+            found = scaled_dot_product_attention(q, k, v, mask)
         found = found.transpose(1, 2).flatten(2)
         return {"pooled": found.mean(1), "summed": found.square().sum()}.get(self.how, found)
 
@@ -635,6 +636,7 @@ MODEL_AXES = [
     (sequences, ("whole", 8, False), weft.errors.ContractError, "called with inputs that were not split"),
     (sequences, ("whole", 6), ValueError, "split_sequence: sequences of 6 places cannot be split over 2 ranks"),
     (sequences, ("by hand",), weft.errors.ContractError, "computed without F.scaled_dot_product_attention"),
+    (sequences, ("window",), weft.errors.ContractError, "a mask [1, 1, 4, 4] of torch.bool for 4 of 8 places"),
     (sequences, ("pooled",), weft.errors.ProbeFailed, "what is returned (2, 4) differs"),
     (sequences, ("summed",), weft.errors.ProbeFailed, "the mean over the ranks of what is returned differs"),
     (tokens_that_compete, (), weft.errors.ProbeFailed, "output 0 of half of the rows"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -18,10 +18,17 @@ from weft.tensors.sequence_order import Order, SequencePart, chunks, note_part, 
 B = TypeVar("B")
 _PAD = 'loader = DataLoader(..., collate_fn=weft.data.pad_collate(multiple_of={}, fill={{"labels": -100}}))'
 _IGNORED = -100  # the label that counts nowhere, of torch and transformers
-_PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k", "seq_idx"})
 
 
-def split_sequence(batch: B, ctx: DistContext, *, dim: int = 1, axis: str = "context", order: Order = "zigzag") -> B:
+def split_sequence(
+    batch: B,
+    ctx: DistContext,
+    *,
+    dim: int = 1,
+    axis: str = "context",
+    order: Order = "zigzag",
+    whole: str | Sequence[str] = (),
+) -> B:
     """Take this rank's part of every sequence of a batch; for modules of `context_parallel`.
 
     Every tensor and array with dimension `dim` is cut there; what has fewer dimensions stays whole. A model
@@ -31,7 +38,8 @@ def split_sequence(batch: B, ctx: DistContext, *, dim: int = 1, axis: str = "con
     Labels keep the places of their tokens: targets that were shifted before, as `y` in `(x, y)`, are right in each
     part. A mapping with "labels" [batch, length] in the way of transformers, which shifts them inside the model,
     also gets "shift_labels", shifted before they are split, and "num_items_in_batch", such that the mean of
-    `model(**part).loss` over the ranks is the loss of the whole batch.
+    `model(**part).loss` over the ranks is the loss of the whole batch. Where documents share a row, the last label of
+    one is the first token of the next, as in one process: the collate function sets it to -100.
 
     Changes: nothing; `batch` is left alone. Collectives: none. Batches are the same on the ranks of the axis
     (`shard_data` sees to it). Call it in the loop, not in a worker of the loader: windows count whole batches.
@@ -42,13 +50,15 @@ def split_sequence(batch: B, ctx: DistContext, *, dim: int = 1, axis: str = "con
         dim: The dimension of sequences, counted from 0.
         axis: The mesh axis over which they are split.
         order: As for `context_parallel`.
+        whole: Keys of a mapping whose values stay whole: masks [..., length, length], or what your model makes them of,
+            such as ids of documents. A model of transformers is given parts alone.
 
     Returns:
         The same structure, with tensors [..., length / ranks, ...].
 
     Raises:
         ValueError: Sequences of different lengths, or of one that does not divide by the ranks (by twice their
-            number in zig-zag order); packed sequences; an attention mask that hides something.
+            number in zig-zag order); nothing of a name in `whole`.
         TypeError: Something in it cannot be cut.
         ContextError: There is no such axis; or called in a worker of a `DataLoader`.
 
@@ -63,23 +73,25 @@ def split_sequence(batch: B, ctx: DistContext, *, dim: int = 1, axis: str = "con
     Models", 2024.
     """
     _check_call(dim, order)
+    stay = {whole} if isinstance(whole, str) else set(whole)
+    _check_names(batch, stay)
     alone = ctx.world_size == 1 and axis not in dict(ctx.axes)
     ranks = 1 if alone else ctx.axis_size(axis)
     part = SequencePart(order, ranks, 0 if alone else ctx.coordinates[axis])
-    sequences = _sequences(batch, dim, ranks)
+    sequences = {path: leaf for path, leaf in _sequences(batch, dim, ranks).items() if not stay & set(path[:1])}
     length = _length(sequences, dim)
     _check_divides(length, part)
-    whole = _add_model_arguments(batch, sequences, length, dim, ranks)
+    complete = _add_model_arguments(batch, sequences, length, dim, ranks)
     if ranks == 1:
-        return whole
+        return complete
 
     def cut(path: tuple[str, ...], leaf: Any) -> Any:
-        if not _is_sequence(leaf, dim):
+        if not _is_sequence(leaf, dim) or stay & set(path[:1]):
             return leaf
-        noted = part._replace(positions=path == ("position_ids",))
-        return _cut(leaf, dim, length, noted)
+        counts = path == ("position_ids",) and bool((leaf == torch.arange(length, device=leaf.device)).all())
+        return _cut(leaf, dim, length, part._replace(positions=counts))
 
-    return map_leaves(cut, whole, whole=cuts_itself)
+    return map_leaves(cut, complete, whole=cuts_itself)
 
 
 def _check_call(dim: int, order: str) -> None:
@@ -93,6 +105,18 @@ def _check_call(dim: int, order: str) -> None:
             found=f"worker {worker.id}",
             expected="whole batches from the loader: windows count them, and ranks share them",
             fix="for batch in loader:\n                part = weft.data.split_sequence(batch, ctx)",
+        )
+
+
+def _check_names(batch: object, stay: set[str]) -> None:
+    unknown = stay - ({str(key) for key in batch} if isinstance(batch, Mapping) else set())
+    if unknown:
+        raise value_error(
+            "split_sequence: what is to stay whole is not in the batch",
+            found=f"whole = {sorted(stay)}, "
+            + (f"keys {listed(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"),
+            expected="keys of a mapping; what is in a tuple stays whole if it is not passed",
+            fix="x, y, at = weft.data.split_sequence((x, y, at), ctx); model(x, at, ids)",
         )
 
 
@@ -123,7 +147,8 @@ def _length(sequences: Mapping[tuple[str, ...], Any], dim: int) -> int:
         raise value_error(
             "split_sequence: the parts of the batch have sequences of different lengths",
             found=listed(f"{name}: {length}" for name, length in lengths.items()) or f"no tensor with dimension {dim}",
-            expected=f"tensors with the sequence in dimension {dim}, and as many places in each",
+            expected=f"tensors with the sequence in dimension {dim}, and as many places in each; others, such as masks "
+            "[batch, 1, length, length], by their keys in whole=",
             fix="weft.data.split_sequence((x[:, :-1], x[:, 1:]), ctx, dim=1)"
             if lengths
             else "weft.data.split_sequence(batch, ctx, dim=0)",
@@ -147,7 +172,6 @@ def _add_model_arguments(batch: B, sequences: Mapping[tuple[str, ...], Any], len
     """A mapping with what a model needs besides, still whole."""
     if not isinstance(batch, Mapping):
         return batch
-    _check_plain(batch, length, ranks)
     first = next((leaf for leaf in sequences.values() if isinstance(leaf, torch.Tensor)), None)
     more: dict[str, Any] = {}
     if "position_ids" not in batch:
@@ -172,29 +196,6 @@ def _shifted(labels: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     """The label of the next place at each place; none at the last."""
     last = torch.full_like(labels.narrow(dim, 0, 1), _IGNORED)
     return torch.cat([labels.narrow(dim, 1, length - 1), last], dim)
-
-
-def _check_plain(batch: Mapping[Any, Any], length: int, ranks: int) -> None:
-    """Raise if one row holds several sequences, or places that nothing may attend to."""
-    at = batch.get("position_ids")
-    packed = sorted(_PACKED & {str(key) for key in batch})
-    if isinstance(at, torch.Tensor) and not bool((at == torch.arange(length, device=at.device)).all()):
-        packed.append(f"position_ids from {int(at.min())} to {int(at.max())} for {length} places")
-    if packed:
-        raise value_error(
-            "split_sequence: packed sequences cannot be split",
-            found=listed(packed),
-            expected="one document in each row, whose places are numbered from 0 on",
-            fix=_PAD.format(2 * ranks),
-        )
-    mask = batch.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and not bool((mask == 1).all()):
-        raise value_error(
-            "split_sequence: an attention_mask that hides places cannot be split",
-            found=f"a mask {list(mask.shape)} that hides {int((mask != 1).sum())} of {mask.numel()} places",
-            expected="a mask of ones, or none: padded at the right, no token attends to the padding behind it",
-            fix='batch.pop("attention_mask")  # and labels of -100 where there is padding',
-        )
 
 
 def _cut(leaf: Any, dim: int, length: int, part: SequencePart) -> Any:

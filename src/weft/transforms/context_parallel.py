@@ -17,7 +17,7 @@ from weft.context import DistContext
 from weft.context.placement import check_ranks_send
 from weft.contract import Part, Phase, transform
 from weft.engines.torch.compute.activation_checkpoint import already_recomputed
-from weft.engines.torch.parallel.sequence_code import attention_modules
+from weft.engines.torch.parallel.sequence_code import attention_modules, other_attention
 from weft.engines.torch.parallel.sequence_exchange import SequenceRanks, find_collectives
 from weft.engines.torch.parallel.sequence_inputs import SplitInputs
 from weft.engines.torch.parallel.sequence_slice import SlicedSequences
@@ -25,7 +25,7 @@ from weft.engines.torch.parallel.split_attention import SplitAttention
 from weft.engines.torch.probes.no_trace import switched_off
 from weft.errors import ContextError, ContractError, OrderError, listed
 from weft.loop_watch import PartsWatch
-from weft.tensors.sequence_order import Order, SequencePart
+from weft.tensors.sequence_order import Order
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -65,12 +65,16 @@ def context_parallel(
     what the model is called with; class, names and keys stay, and a copy or pickle is plain.
     Collectives: none here. Per attention and forward pass, "heads": one all-to-all of queries, keys and values, and
     one of the outputs; "gather": one all-gather of keys and values. As many in backward (a reduce-scatter for the
-    all-gather). Those in blocks of `recompute` are made again.
+    all-gather). Those in blocks of `recompute` are made again. In each forward of a model of transformers, one
+    all-gather of positions and one of an attention mask, for each kind of mask. In each attention, one of a mask
+    [..., part, length] by "heads", or [..., 1, part].
 
     Args:
-        module: Attends with `F.scaled_dot_product_attention`, causally or fully, with dropout of attention weights
-            after `keyed_dropout` alone; each place is computed alone otherwise. If it numbers tokens, it takes their
-            positions. Both are measured when it is called.
+        module: Attends with `F.scaled_dot_product_attention`, causally, fully, or with a mask of whole sequences
+            [..., length, length] or the rows of this rank [..., part, length], as transformers makes them, or your
+            model of what stays whole; with dropout of attention weights after `keyed_dropout` alone. Each place is
+            computed alone otherwise. If it numbers tokens, it takes their positions. Both are measured when it is
+            called.
         ctx: The current context.
         axis: The mesh axis whose ranks hold the parts.
         method: "heads": each rank computes whole sequences of some heads, which have to divide by the ranks; keys
@@ -86,9 +90,9 @@ def context_parallel(
         AlreadyApplied: It was applied before.
         OrderError: After a strategy or `compile`; or a block of `recompute` is an attention module itself.
         ContractError: Attention that cannot be caught. In a call: inputs or positions that are not this rank's part,
-            a mask that is neither causal nor full, dropout of weights that is not keyed, heads that do not divide; or
-            `ProbeFailed`: something else depends on several places, as positions that the model numbers itself. In
-            the first step of an optimizer: no strategy averages gradients over `axis`.
+            a mask of this part that is neither causal nor full, dropout of weights that is not keyed, heads that do
+            not divide; or `ProbeFailed`: something else depends on several places, as positions that the model
+            numbers itself. In the first step of an optimizer: no strategy averages gradients over `axis`.
         ContextError: There is no such axis, it is a data axis, or the ranks pass different models or options.
         ValueError: An option is unknown, or one process drives several devices.
         PeerError: Another rank failed.
@@ -117,7 +121,7 @@ def context_parallel(
     ctx.require_collective("context_parallel")
     assert line.group is not None
     ranks = SequenceRanks(line.group, number, line.rank, order, find_collectives())
-    inputs = SplitInputs(module, SequencePart(order, number, line.rank))
+    inputs = SplitInputs(module, ranks, method)
     split = SplitAttention(attention, ranks, method)
     probe = SlicedSequences(module, ranks, partial(switched_off, (inputs, split)))
     return module, ctx.offering(InParts((axis,)), inputs, split, probe, PartsWatch(module, line.group))
@@ -136,10 +140,11 @@ def _check_axis(ctx: DistContext, axis: str, number: int) -> None:
 
 
 def _check_attention(module: nn.Module, attention: Mapping[str, nn.Module]) -> None:
-    if not attention:
+    others = other_attention(module)
+    if not attention or others:
         raise ContractError(
             f"context_parallel: {type(module).__name__} has no attention that can be caught",
-            found="no module whose forward calls F.scaled_dot_product_attention",
+            found=listed(others) or "no module whose forward calls F.scaled_dot_product_attention",
             expected="attention through F.scaled_dot_product_attention, or nn.MultiheadAttention",
             fix='F.scaled_dot_product_attention(query, key, value)  # in transformers: attn_implementation="sdpa"',
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -79,6 +79,28 @@ def call_routes(module: nn.Module, name: str) -> list[Callable[..., Any]]:
         found.append(call._around)
         call = call._call
     return found
+
+
+def with_names(call: Callable[..., Any], names: Mapping[str, object]) -> Callable[..., Any]:
+    """A copy of a function or method, and of its decorators, in which global names stand for something else.
+
+    What was attached around it stays so. A decorator has to have `__wrapped__`, as those of `functools.wraps`.
+    """
+    if isinstance(call, _Method):
+        return call.with_names(names)
+    if isinstance(call, types.MethodType):
+        return types.MethodType(with_names(call.__func__, names), call.__self__)
+    function: Any = call
+    inner, cells = getattr(function, "__wrapped__", None), function.__closure__
+    if inner is not None:
+        renamed = types.CellType(with_names(inner, names))
+        cells = tuple(renamed if cell.cell_contents is inner else cell for cell in cells or ())
+    defaults = function.__defaults__
+    copied = types.FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, defaults, cells
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def route_calls(module: nn.Module, removable: Removable, route: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
@@ -166,6 +188,12 @@ class _Method:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._around(self._call, args, kwargs)
+
+    def with_names(self, names: Mapping[str, object]) -> _Method:
+        """See the function of this name."""
+        module = self._module()
+        assert module is not None
+        return _Method(module, self._name, with_names(self._call, names), self._around)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._module()))

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import inspect
 import math
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -21,6 +20,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812  (as everywhere)
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
+
+from weft.engines.torch.hooks.method_hooks import with_names
 
 
 class AttentionPart(NamedTuple):
@@ -244,12 +245,9 @@ def with_functions(replaced: Mapping[str, Callable[..., Any]]) -> Callable[..., 
 
     A mode is not asked inside it.
     """
-    function: Any = F.multi_head_attention_forward
     # Nor is a mode around that one, such as torch's of a default device: it would call the function itself.
-    names = {**function.__globals__, **replaced, "has_torch_function": _has_no_override}
-    copied = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
+    names = {**replaced, "has_torch_function": _has_no_override}
+    return with_names(F.multi_head_attention_forward, names)
 
 
 _ATTENTIONS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)

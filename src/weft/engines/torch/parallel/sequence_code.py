@@ -10,16 +10,19 @@ from __future__ import annotations
 import dis
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
+from weft.errors import ContractError
+
 _CAUGHT = frozenset(
     {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"}
 )  # the second: of transformers, for "sdpa"
+_REFUSED = frozenset({"flex_attention", "varlen_attn"})
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "IMPORT_FROM")
-_MASKS = frozenset({"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"})
+_MASKS, _OF_PARTS = "transformers.masking_utils", frozenset({"create_recurrent_attention_mask"})
 
 
 def attention_modules(module: nn.Module) -> dict[str, nn.Module]:
@@ -31,34 +34,71 @@ def attention_modules(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def modules_that_make_masks(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules of transformers that make a mask for all layers, by name."""
-    return {n: p for n, p in module.named_modules() if not _of_torch(p) and _MASKS & _names(type(p), far=False)}
+def other_attention(module: nn.Module) -> list[str]:
+    """The modules that call a function of `torch.nn.attention` which is not caught."""
+    parts = ((name, part) for name, part in module.named_modules() if not _of_torch(part))
+    return [
+        f"{name or type(module).__name__}: {', '.join(sorted(used))}"
+        for name, part in parts
+        if (used := _REFUSED & _names(type(part)))
+    ]
 
 
-def forward_parameters(part: nn.Module) -> list[str]:
-    """The names of what a module's forward takes; `*` and `**` are in them for what it takes without a name."""
-    parameters = list(inspect.signature(inspect.unwrap(type(part).forward)).parameters.values())[1:]
-    marks: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    return [marks.get(parameter.kind, "") + parameter.name for parameter in parameters]
+def methods_that_make_masks(part: nn.Module) -> dict[str, dict[str, Callable[..., Any]]]:
+    """The methods behind a module's forward that make masks of whole sequences.
+
+    Returns:
+        Which functions of transformers each of them calls for it, by the names that are in its code.
+
+    Raises:
+        ContractError: One is that of a base class, behind another of the same name.
+    """
+    cls, found = type(part), {}
+    for function in [] if _of_torch(part) else _functions(cls, far=False):
+        name, makers = function.__name__, _mask_functions(function)
+        if makers and inspect.unwrap(getattr(cls, name)) is not function:
+            raise ContractError(
+                f"context_parallel: {cls.__name__} makes masks where they cannot be those of whole sequences",
+                found=f"{function.__qualname__}, called by {cls.__name__}.{name}",
+                expected=f"a class that has all of the code of {name}, or inherits it",
+                fix=f"del {cls.__name__}.{name}  # what it does around the other one is for register_forward_hook",
+            )
+        if makers:
+            found[name] = makers
+    return found
+
+
+def _mask_functions(function: types.FunctionType) -> dict[str, Callable[..., Any]]:
+    used = {name: function.__globals__.get(name) for name in _names_in(function.__code__)}
+    return {
+        name: one
+        for name, one in used.items()
+        if callable(one)
+        and getattr(one, "__module__", "") == _MASKS
+        and name.startswith("create_")
+        and name not in _OF_PARTS
+    }
 
 
 def _of_torch(part: nn.Module) -> bool:
     return type(part).__module__.partition(".")[0] == "torch"
 
 
-def _names(cls: type[nn.Module], *, far: bool = True) -> set[str]:
-    """The names in the code of a class's forward and of what it calls: its methods, and with `far` functions."""
-    names: set[str] = set()
+def _names(cls: type[nn.Module]) -> set[str]:
+    """The names in the code of a class's forward and of what it calls."""
+    return {name for function in _functions(cls) for name in _names_in(function.__code__)}
+
+
+def _functions(cls: type[nn.Module], *, far: bool = True) -> list[types.FunctionType]:
+    """A class's forward and what it calls: its methods, and with `far` functions."""
+    found: list[types.FunctionType] = []
     todo: list[Any] = [inspect.unwrap(cls.forward)]
-    seen: set[int] = set()
     while todo:
         function = todo.pop()
-        if not isinstance(function, types.FunctionType) or id(function) in seen:
+        if not isinstance(function, types.FunctionType) or function in found:
             continue
-        seen.add(id(function))
+        found.append(function)
         used = set(_names_in(function.__code__))
-        names |= used
         if "super" in used:
             todo += [inspect.unwrap(vars(base)[name]) for base in cls.__mro__[1:] for name in _own_methods(base, used)]
         for name in used - {"__init__", "forward"}:
@@ -67,7 +107,7 @@ def _names(cls: type[nn.Module], *, far: bool = True) -> set[str]:
             other = function.__globals__.get(name)
             if far and isinstance(other, types.FunctionType) and "ALL_ATTENTION_FUNCTIONS" not in used:
                 todo.append(other if other.__module__.partition(".")[0] not in ("torch", "builtins") else None)
-    return names
+    return found
 
 
 def _own_methods(base: type, used: set[str]) -> list[str]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import starmap
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from weft import torch_internals
 from weft.engines.torch.parallel.exchange import Exchange, exchanged
-from weft.tensors.sequence_order import Order, rank_order, sequence_order
+from weft.tensors.messages import gathered
+from weft.tensors.sequence_order import Order, SequencePart, places, rank_order, sequence_order
+
+Method = Literal["heads", "gather"]
 
 
 class Collectives(NamedTuple):
@@ -83,6 +86,22 @@ def gather_sequences(ranks: SequenceRanks, *tensors: torch.Tensor) -> list[torch
     pieces = flat.view(ranks.number, -1).split([x.numel() for x in tensors], 1)
     gathered = [piece.unflatten(1, x.shape) for piece, x in zip(pieces, tensors, strict=True)]
     return [sequence_order(x.movedim(0, 2), ranks.order) for x in gathered]
+
+
+def gather_places(ranks: SequenceRanks, tensor: torch.Tensor) -> torch.Tensor:
+    """Parts [rows, part, ...] to whole sequences [rows, length, ...], without gradients.
+
+    Collectives: one all-gather.
+    """
+    rows, part, *rest = tensor.shape
+    parts = torch.stack(gathered(tensor.detach().contiguous(), ranks.group), 1)
+    return sequence_order(parts.view(rows, ranks.number, part, -1), ranks.order).view(rows, -1, *rest)
+
+
+def rows_of_rank(ranks: SequenceRanks, mask: torch.Tensor) -> torch.Tensor:
+    """The rows of a mask [..., length, length] for the places of this rank, [..., part, length]."""
+    part = SequencePart(ranks.order, ranks.number, ranks.rank)
+    return mask.index_select(-2, places(mask.shape[-2], part, mask.device))
 
 
 def _exchange(ranks: SequenceRanks, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:

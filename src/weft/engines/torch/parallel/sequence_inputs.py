@@ -1,24 +1,31 @@
 """What a model is called with, where each rank holds a part of a sequence: checked before anything is computed.
 
-Inputs have to be parts that `weft.data.split_sequence` has cut in the same way, with their places in the sequence. A
-model of transformers makes no mask of a part. What the model computes from them is measured by a probe.
+Inputs have to be parts that `weft.data.split_sequence` has cut in the same way, with their places in the sequence. What
+the model computes from them is measured by a probe.
+
+[Note: masks] A mask says which places see which others: of documents, windows, padding. It is one of whole sequences,
+[..., length, length], or of the places of this rank, [..., part, length]; attention takes what it needs of either. A
+model of transformers makes masks inside, from the length, the attention mask and the positions that it is called with.
+Its code runs with other functions for this: they gather what they are given from all ranks, and make the mask of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.engines.torch.hooks.method_hooks import Removable, attach
-from weft.engines.torch.parallel.sequence_code import forward_parameters, modules_that_make_masks
+from weft import torch_internals
+from weft.engines.torch.hooks.method_hooks import Removable, attach, with_names
+from weft.engines.torch.parallel.sequence_code import methods_that_make_masks
+from weft.engines.torch.parallel.sequence_exchange import Method, SequenceRanks, gather_places, rows_of_rank
 from weft.errors import ContractError, listed
-from weft.tensors.nested import tensors
+from weft.tensors.nested import leaves, map_tensors, tensors
 from weft.tensors.sequence_order import SequencePart, part_of, places
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _FIX = (
     "model(**weft.data.split_sequence(batch, ctx)), "
     "or weft.data.split_sequence((x, y, torch.arange(x.shape[1])[None]), ctx)"
@@ -32,19 +39,17 @@ class SplitInputs:
         off: Whether it is called as in one process.
     """
 
-    def __init__(self, module: nn.Module, part: SequencePart) -> None:
+    def __init__(self, module: nn.Module, ranks: SequenceRanks, method: Method) -> None:
         self._removable = Removable()
         self.off = False
-        self._part = part
-        self._names: dict[int, list[str]] = {}
-        hooks: list[tuple[nn.Module, Any]] = [(module, self._check_parts)]
-        hooks += [(each, self._without_mask) for each in modules_that_make_masks(module).values()]
-        for each, hook in hooks:
-            self._names[id(each)] = forward_parameters(each)
-            attach(each, self._removable, before=self._unless_off(hook), first=hook == self._check_parts)
-
-    def _unless_off(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *call: None if self.off else hook(*call)
+        self._ranks = ranks
+        self._method = method
+        self._part = SequencePart(ranks.order, ranks.number, ranks.rank)
+        making = [(part, methods_that_make_masks(part)) for part in module.modules()]
+        attach(module, self._removable, before=self._check_parts, first=True)
+        for part, methods in making:
+            for name, makers in methods.items():
+                attach(part, self._removable, around=partial(self._with_whole_masks, makers), methods=[name])
 
     def undo(self) -> None:
         """Let the model be called with anything again."""
@@ -52,10 +57,11 @@ class SplitInputs:
 
     def _check_parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise unless the inputs are parts that were cut for this rank, and as attention takes them."""
-        if torch.compiler.is_compiling():
+        if self.off or torch.compiler.is_compiling():
             return
         wanted = self._part
-        found = [part for x in tensors((args, kwargs)) if (part := part_of(x)) is not None]
+        given = list(tensors((args, kwargs)))
+        found = [part for x in given if (part := part_of(x)) is not None]
         wrong = [part for part in found if part[:3] != wanted[:3]]
         if wrong:
             raise ContractError(
@@ -67,12 +73,14 @@ class SplitInputs:
         if not found and not self._has_places(args, kwargs):
             raise ContractError(
                 f"context_parallel: {type(module).__name__} was called with inputs that were not split",
-                found=f"tensors {listed(list(x.shape) for x in tensors((args, kwargs)))}, none from split_sequence",
+                found=f"tensors {listed(list(x.shape) for x in given)}, none from split_sequence",
                 expected=f"the part of this rank, {wanted.rank} of {wanted.ranks}; after a move to another device, "
                 "with its positions",
                 fix=_FIX,
             )
-        if any(part_of(x) is None and self._counts_anew(x) for x in tensors((args, kwargs))):
+        sizes = {size for x in given if part_of(x) is not None for size in x.shape}
+        others = [x for x in given if part_of(x) is None and x.ndim and x.shape[-1] in sizes]
+        if any(map(self._counts_anew, others)):
             raise ContractError(
                 f"context_parallel: {type(module).__name__} got positions that count from 0 on this rank",
                 found=f"0, 1, 2, ... for part {wanted.rank} of {wanted.ranks}",
@@ -99,41 +107,47 @@ class SplitInputs:
 
     # -- models of transformers
 
-    def _without_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Let the model make no mask: it would be one of this part, and take a jump for the end of a sequence."""
-        self._check_window(module, args, kwargs)
-        names = self._names[id(module)]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        mask = given.get("attention_mask")
-        if mask is not None:
-            if torch.compiler.is_compiling():
-                return None  # what becomes of it is looked at where attention meets it
-            if mask.ndim == 2 and bool(mask.all()):
-                return None
-            raise ContractError(
-                f"context_parallel: attention_mask of {type(module).__name__} cannot be split",
-                found=f"a mask {list(mask.shape)} of {mask.dtype} that hides some places",
-                expected="sequences of one length: where they are padded at the right, labels of -100 and no mask",
-                fix='tokenizer.padding_side = "right"; batch.pop("attention_mask")  # none attends to a later place',
-            )
-        if "attention_mask" not in names or names.index("attention_mask") < len(args):
-            return None
-        first = next(tensors((args, kwargs)))
-        # Ones let the model see that it needs no mask. A compiler cannot see it; this one stands for "causal" there.
-        shape = (1, 1, 1, 1) if torch.compiler.is_compiling() else first.shape[:2]
-        return args, {**kwargs, "attention_mask": torch.ones(shape, dtype=torch.bool, device=first.device)}
+    @torch_internals.untraced  # a compiler starts again in the layers
+    def _with_whole_masks(self, makers: Mapping[str, Callable[..., Any]], call: Any, args: Any, kwargs: Any) -> Any:
+        """Run a method that makes masks, such that each is that of the whole sequence; see [Note: masks]."""
+        if self.off:
+            return call(*args, **kwargs)
+        return with_names(call, {name: partial(self._whole_mask, make) for name, make in makers.items()})(
+            *args, **kwargs
+        )
 
-    def _check_window(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise if some layers attend to a window that is shorter than the sequences."""
-        config = getattr(module, "config", None)
-        kinds = getattr(config, "layer_types", None) or ["sliding_attention", "chunked_attention"]
-        length = next(tensors((args, kwargs))).shape[1] * self._part.ranks
-        for name, kind in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention")):
-            size = getattr(config, name, None)
-            if size is not None and kind in kinds and length > size:
-                raise ContractError(
-                    f"context_parallel: {type(module).__name__} attends to a window of {size} places",
-                    found=f"{name} = {size}, sequences of {length} places",
-                    expected=f"full causal attention, or sequences of at most {size} places",
-                    fix=f"model.config.{name} = {length}",
-                )
+    def _whole_mask(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function of transformers makes of whole sequences; of it, the rows that this rank needs.
+
+        Collectives: one all-gather of each tensor [rows, part].
+
+        Raises:
+            ContractError: It makes no tensors, for another kind of attention.
+        """
+        ranks = self._ranks
+        whole_args, whole_kwargs = map_tensors(partial(_whole_of, ranks), (args, kwargs))
+
+        def needed(mask: torch.Tensor) -> torch.Tensor:
+            is_square = mask.ndim > 2 and mask.shape[-2] == mask.shape[-1]
+            return rows_of_rank(ranks, mask) if is_square and self._method == "gather" else mask
+
+        masks = make(*whole_args, **whole_kwargs)
+        others = [type(leaf).__name__ for _, leaf in leaves(masks) if not isinstance(leaf, (torch.Tensor, type(None)))]
+        if others:
+            raise ContractError(
+                "context_parallel: a model makes masks that are no tensors",
+                found=f"{listed(others)}, as for flex_attention",
+                expected="tensors, or none, as for F.scaled_dot_product_attention",
+                fix='model.set_attn_implementation("sdpa")',
+            )
+        return map_tensors(needed, masks)
+
+
+def _whole_of(ranks: SequenceRanks, tensor: torch.Tensor) -> torch.Tensor:
+    """What a mask is made of for whole sequences: of hidden states, shape and dtype are enough."""
+    if tensor.ndim not in (2, 3):
+        return tensor
+    if tensor.is_floating_point() and tensor.ndim == 3:
+        rows, part, *rest = tensor.shape
+        return tensor.new_empty(()).expand(rows, part * ranks.number, *rest)
+    return gather_places(ranks, tensor)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from weft.engines.probes import Compared, OnlyInParts
-from weft.engines.torch.parallel.sequence_exchange import SequenceRanks
+from weft.engines.torch.parallel.sequence_exchange import SequenceRanks, gather_places
 from weft.engines.torch.probes.compare import (
     LIMIT,
     LOW_LIMIT,
@@ -25,7 +25,6 @@ from weft.engines.torch.probes.compare import (
 )
 from weft.engines.torch.probes.no_trace import no_trace
 from weft.engines.torch.probes.observed import WithoutDropout
-from weft.tensors.messages import gathered
 from weft.tensors.nested import leaves, map_leaves, map_tensors, tensors
 from weft.tensors.sequence_order import SequencePart, note_part, part_of, places
 
@@ -71,7 +70,7 @@ class SlicedSequences:
         self._ranks = ranks
         self._undivided = undivided
         self._turn = 0
-        self._needs_all_rows = False
+        self._needs = 0  # 0: some rows at a time can be computed, and some of their places; 1: all rows; 2: all of them
 
     def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The shapes: the parts differ."""
@@ -135,12 +134,12 @@ class SlicedSequences:
         return is_loss
 
     def _whole(self, name: str, args: Any, kwargs: Any, few: bool) -> tuple[Any, Any, list[torch.Tensor]]:
-        """Some rows, in parts and whole, and what is returned for them whole; all rows, if some cannot be computed."""
-        if not few and not self._needs_all_rows:
+        """Some rows, in parts and whole, and what is returned for them whole; more, if some cannot be computed."""
+        while not few and self._needs < 2:  # of groups of rows, or of documents whose ends are given
             with parts_suppressed():
                 parts, whole = self._sliced(args, kwargs)
                 return parts, whole, self._returned(name, whole, whole=True)
-            self._needs_all_rows = True  # such as groups of some
+            self._needs += 1
         parts, whole = self._sliced(args, kwargs, few)
         return parts, whole, self._returned(name, whole, whole=True)
 
@@ -172,24 +171,24 @@ class SlicedSequences:
         mine = places(length, part)
 
         def is_part(tensor: torch.Tensor) -> bool:
-            return tensor.ndim > 1 and tensor.shape[1] == here
-
-        def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-            every = torch.cat([places(here * n, part._replace(rank=rank)) for rank in range(n)])
-            return torch.cat(gathered(tensor, self.group), 1)[:, every.argsort().to(tensor.device)]
+            return tensor.ndim > 1 and tensor.shape[1] == here and tensor.shape[-2:] != (here * n, here * n)
 
         chosen, start = torch.arange(rows), 0
         if (count, length) != (rows, here * n) and given:
             empty = given[0].new_zeros(rows, here, dtype=torch.float32)
             hidden = sum((_hidden(t) for t in given if t.shape == (rows, here)), empty)
             is_noted = any(part_of(t) is not None for t in given)  # else it has to begin with the first place
-            chosen, start = self._choose(whole_of(hidden).cpu(), count, length, moves=is_noted)
+            chosen, start = self._choose(gather_places(self._ranks, hidden).cpu(), count, length, moves=is_noted)
 
         def joined(tensor: torch.Tensor) -> torch.Tensor:
             some = tensor.detach()
             if tensor.ndim and tensor.shape[0] == rows:
                 some = some[chosen.to(some.device)]
-            return whole_of(some.contiguous())[:, start : start + length] if is_part(tensor) else some
+            if is_part(tensor):
+                some = gather_places(self._ranks, some)
+            for dim in _of_places(some, here * n, rows, is_part=is_part(tensor)):
+                some = some.narrow(dim, start, length)
+            return some
 
         whole = map_tensors(joined, (args, kwargs))
 
@@ -211,10 +210,10 @@ class SlicedSequences:
         count = rows
         if few:
             count = min(rows, max(rows // 2, 1), 2)
-        elif rows * length > limit and not self._needs_all_rows:
+        elif rows * length > limit and not self._needs:
             most = min(limit // length, rows)
             count = next((k for k in range(most, 1, -1) if rows % k == 0), min(2, rows))
-        if count * length > limit:
+        if count * length > limit and self._needs < 2:
             length = max(limit // (count * 2 * n), 1) * 2 * n
         return count, length
 
@@ -239,6 +238,15 @@ def _with_counts(call: Any, ranks: int) -> Iterator[Any]:
         is_count = leaf.numel() == 1 if isinstance(leaf, torch.Tensor) else isinstance(leaf, (int, float))
         if is_count and not isinstance(leaf, bool):
             yield map_leaves(lambda at, one, place=place: one / ranks if at == place else one, call)  # type: ignore[misc]
+
+
+def _of_places(tensor: torch.Tensor, length: int, rows: int, *, is_part: bool) -> list[int]:
+    """The dimensions of whole sequences: of a part, once gathered, of a mask, and of what masks are made of."""
+    dims = [dim for dim, size in enumerate(tensor.shape) if size == length and (dim or length != rows)]
+    if tensor.is_floating_point():  # other dimensions are of features
+        is_mask = not is_part and dims[-2:] == [tensor.ndim - 2, tensor.ndim - 1]
+        return dims[-2:] if is_mask else [1] * is_part
+    return dims
 
 
 def _hidden(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,8 @@
 `F.scaled_dot_product_attention` is caught while an attention module computes, by a mode that is entered around its
 forward: so a block that `recompute` runs again meets it as well, and a compiler traces through it.
 
-[Note: causal] Where each rank holds a part, a mask says what is wrong of all but one of them, since a model makes it of
-the length that it sees. So a mask is read as what is meant by it, causal or full attention, or refused.
+[Note: causal] A mask that a model makes of the length that it sees, [..., part, part], says what is wrong of all ranks
+but one. It is read as what is meant by it, causal or full attention, or refused. For other masks see [Note: masks].
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,15 +30,16 @@ from weft.engines.torch.keyed_dropout.functions import (
     with_functions,
 )
 from weft.engines.torch.parallel.sequence_exchange import (
+    Method,
     SequenceRanks,
     gather_sequences,
     heads_to_parts,
     parts_to_heads,
+    rows_of_rank,
 )
 from weft.errors import ContextError, ContractError
+from weft.tensors.nested import tensors
 from weft.tensors.sequence_order import chunks
-
-Method = Literal["heads", "gather"]
 
 
 class SplitAttention:
@@ -110,16 +111,25 @@ class _Around:
             # What is compiled has no masks: `keyed_dropout` leaves the parts that may drop out of it.
             with contextlib.nullcontext() if torch.compiler.is_compiling() else attention_caught(), caught:
                 output = call(*args, **kwargs)
+        except RuntimeError as error:
+            # A mask of whole sequences does not fit what is computed from parts by hand.
+            if caught.calls == 0 and any(given.ndim == 4 for given in tensors((args, kwargs))):
+                raise self._not_caught() from error
+            raise
         finally:
             attention.inside = False
         if caught.calls == 0:
-            raise ContractError(
-                f"context_parallel: attention module {self.name!r} computed without F.scaled_dot_product_attention",
-                found="no call of it in this forward; with need_weights=True, say, or by a kernel of its own",
-                expected="every attention through F.scaled_dot_product_attention, or it sees this rank's part only",
-                fix='attn_implementation="sdpa", or need_weights=False for nn.MultiheadAttention',
-            )
+            raise self._not_caught()
         return output
+
+    def _not_caught(self) -> ContractError:
+        """The error for attention that nobody saw."""
+        return ContractError(
+            f"context_parallel: attention module {self.name!r} computed without F.scaled_dot_product_attention",
+            found="no call of it in this forward; with need_weights=True, say, or by a kernel of its own",
+            expected="every attention through F.scaled_dot_product_attention, or it sees this rank's part only",
+            fix='attn_implementation="sdpa", or need_weights=False for nn.MultiheadAttention',
+        )
 
 
 class _AttentionMode(TorchFunctionMode):
@@ -164,9 +174,9 @@ class _AttentionMode(TorchFunctionMode):
         masks = None if torch.compiler.is_compiling() else keyed_masks()
         if dropout_p and masks is None:
             raise _dropout_refused(at.name, dropout_p)
-        causal = is_causal or _is_causal(at, attn_mask, query.shape[-2])
+        mask, is_lower = (None, False) if attn_mask is None else _mask_needed(at, self._ranks, attn_mask, query)
         query, key, value = _cast_together(query, key, value)
-        call = _AttentionCall(self._ranks, causal, scale, dropout_p, masks)
+        call = _AttentionCall(self._ranks, mask, is_causal or is_lower, scale, dropout_p, masks)
         if at.method == "heads":
             if query.shape[1] % self._ranks.number:
                 raise _heads_refused(at.name, query.shape[1], self._ranks.number)
@@ -178,6 +188,7 @@ class _AttentionCall(NamedTuple):
     """One call of attention, besides its tensors."""
 
     ranks: SequenceRanks
+    mask: torch.Tensor | None
     causal: bool
     scale: float | None
     dropout: float
@@ -190,9 +201,9 @@ def _compute(
     key: torch.Tensor,
     value: torch.Tensor,
     part: AttentionPart | None,
+    mask: torch.Tensor | None,
     *,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
+    causal: bool,
 ) -> torch.Tensor:
     """Some heads or queries, `part` of all of them."""
     grouped = query.shape[1] != key.shape[1]
@@ -216,7 +227,7 @@ def _attend_in_heads(call: _AttentionCall, query: torch.Tensor, key: torch.Tenso
     query, key, value = parts_to_heads(call.ranks, query, key, value)
     heads = query.shape[1]
     part = None if call.masks is None else AttentionPart(call.ranks.rank * heads, n * heads)
-    output = _compute(call, query, key, value, part, causal=call.causal)
+    output = _compute(call, query, key, value, part, call.mask, causal=call.causal)
     return heads_to_parts(call.ranks, output)
 
 
@@ -229,8 +240,9 @@ def _attend_whole(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, 
     key, value = gather_sequences(ranks, key, value)
     length = key.shape[-2]
     mine = chunks(length, ranks.number, ranks.rank, ranks.order)
-    if not call.causal:
-        return _compute(call, query, key, value, None if call.masks is None else AttentionPart(queries=mine))
+    if not call.causal or call.mask is not None:
+        part = None if call.masks is None else AttentionPart(queries=mine)
+        return _compute(call, query, key, value, part, call.mask, causal=call.causal)
     outputs, done = [], 0
     for run in mine:
         mask = None
@@ -240,7 +252,7 @@ def _attend_whole(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, 
         seen = key[..., : run.stop, :], value[..., : run.stop, :]
         part = None if call.masks is None else AttentionPart(queries=[run], continues=done > 0)
         some = query[..., done : done + len(run), :]
-        outputs.append(_compute(call, some, *seen, part, mask=mask, causal=mask is None))
+        outputs.append(_compute(call, some, *seen, part, mask, causal=mask is None))
         done += len(run)
     return torch.cat(outputs, -2)
 
@@ -276,30 +288,55 @@ def _check_shapes(at: _Around, query: torch.Tensor, key: torch.Tensor) -> None:
         )
 
 
-def _is_causal(at: _Around, mask: torch.Tensor | None, length: int) -> bool:
-    """Whether a mask means causal attention, and not full; see [Note: causal].
+def _mask_needed(
+    at: _Around, ranks: SequenceRanks, mask: torch.Tensor, query: torch.Tensor
+) -> tuple[torch.Tensor | None, bool]:
+    """What this rank needs of a mask, and whether it means causal attention instead; see [Note: masks].
+
+    Collectives: one all-gather of a mask [..., 1, part] of this rank's keys, or by "heads" one [..., part, length].
+
+    Raises:
+        ContractError: It is one of this rank's places alone, and neither causal nor full.
+    """
+    heads, part = query.shape[1], query.shape[-2]
+    mask = mask[(None,) * (4 - mask.ndim)]
+    rows, columns = mask.shape[-2:]
+    if columns == part and rows == 1 < part:
+        (mask,) = (keys.mT for keys in gather_sequences(ranks, mask.mT))
+    elif columns != part * ranks.number or rows not in (1, part, columns):
+        return None, _is_causal(at, mask, part, ranks.number)
+    elif at.method == "gather" and rows == columns:
+        mask = rows_of_rank(ranks, mask)
+    elif at.method == "heads" and rows == part:
+        (mask,) = gather_sequences(ranks, mask)
+    if at.method == "heads" and mask.shape[1] == heads > 1:
+        mask = mask.narrow(1, ranks.rank * (heads // ranks.number), heads // ranks.number)
+    return mask, False
+
+
+def _is_causal(at: _Around, mask: torch.Tensor, part: int, ranks: int) -> bool:
+    """Whether a mask of this rank's places means causal attention, and not full; see [Note: causal].
 
     Raises:
         ContractError: It means something else.
     """
-    if mask is None:
-        return False
-    if torch.compiler.is_compiling():
-        if tuple(mask.shape) == (1, 1, 1, 1):  # the one that stands for "causal"; its values cannot be read here
-            return True
-    elif mask.shape[-2:] == (length, length) and all(size == 1 for size in mask.shape[:-2]):
+    # A compiler cannot read values.
+    if mask.shape == (1, 1, part, part) and not torch.compiler.is_compiling():
         lets = mask if mask.dtype == torch.bool else mask == 0
         hides = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
-        lower = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+        lower = torch.ones(part, part, dtype=torch.bool, device=mask.device).tril()
         if bool((lets == lower).all()) and bool((hides == ~lower).all()):
             return True
         if bool(lets.all()):
             return False
+    length = part * ranks
     raise ContractError(
         f"context_parallel: a mask of attention module {at.name!r} cannot be split",
-        found=f"a mask {list(mask.shape)} of {mask.dtype} for {length} places of this rank",
-        expected="causal or full attention: padding, packed sequences, windows and biases see other places",
-        fix="is_causal=True without a mask; right padding needs none, with labels of -100",
+        found=f"a mask {list(mask.shape)} of {mask.dtype} for {part} of {length} places",
+        expected=f"causal or full attention, or a mask of whole sequences, [..., {length}, {length}]: those that a "
+        "model makes of parts know nothing of other places",
+        fix='part = weft.data.split_sequence(batch, ctx, whole="segment_ids")  # what masks are made of, or "mask"; '
+        "or is_causal=True without a mask",
     )
 
 
