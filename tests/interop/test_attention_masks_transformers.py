@@ -155,8 +155,6 @@ def test_what_was_attached_around_a_forward_stays():
 
 def _as_given(ctx, kind, batch, options):
     model = _model(kind)
-    if kind == "modernbert":  # it has no cache
-        del model.config.use_cache
     expected = model(**batch).loss
     expected.backward()
     gradients = [p.grad.clone() for p in model.parameters()]
@@ -165,7 +163,8 @@ def _as_given(ctx, kind, batch, options):
     model, ctx = weft.replicate(model, ctx)
     loss = model(**weft.data.split_sequence(batch, ctx, **options)).loss
     loss.backward()
-    torch.testing.assert_close(weft.reduce(loss.detach(), ctx, "mean"), expected.detach(), rtol=0, atol=1e-12)
+    mean = weft.reduce(loss.detach(), ctx, "mean")
+    torch.testing.assert_close(mean.float(), expected.detach(), rtol=0, atol=1e-6)
     for found, wanted in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(found.grad, wanted, rtol=0, atol=1e-10)
 
