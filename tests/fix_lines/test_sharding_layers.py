@@ -26,6 +26,30 @@ def test_stages_are_planned_wrongly():
     it.run(model=nn.Sequential(*layers))
 
 
+class Lm(nn.Module):
+    """Of which the operations depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.lm_head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.lm_head(x if x.sum() > 0 else -x)
+
+
+def test_costs_of_layers_are_given_wrongly():
+    with told("sharding/stages.py", "cost tells nothing of layers") as it:
+        weft.plan_pipeline(Lm(), 4, cost=3.0)
+    it.run(model=Lm())
+    with told("sharding/stages.py", "costs are numbers that are not negative") as it:
+        weft.plan_pipeline(Lm(), 4, cost=lambda name, layer: -1.0)
+    it.run(model=Lm())
+    with told("engines/torch/compute/layer_flops.py", "cannot be counted") as it:
+        weft.plan_pipeline(Lm(), 4, cost=torch.ones(1, 4))
+    it.run(model=Lm())
+
+
 def runs(staged):
     """A step of a model and its context whose layers are in stages."""
     staged[0](torch.ones(8, 4)).backward()

@@ -181,7 +181,7 @@ def _generated(ctx, kind, options, tokens):
     model = _model(kind, pad_token_id=0, eos_token_id=66)
     model, ctx = weft.pipeline(model, ctx, loss=_loss, **options)
     with told("engines/torch/pipeline/stage_cache.py", "cannot be spread over the stages") as it, torch.no_grad():
-        model(tokens, past_key_values=transformers.StaticCache(model.config, 20))
+        model(input_ids=tokens, past_key_values=transformers.StaticCache(model.config, 20))
     assert 'cache_implementation="dynamic"' in it.fix
     model.generate(tokens, max_new_tokens=1, cache_implementation="dynamic")
     with torch.no_grad():

@@ -108,6 +108,26 @@ def test_what_mixes_positions_between_blocks_is_refused_where_they_have_parts_of
     check_exact([one for _, _, one in found], mixing)
 
 
+def staged(ctx, make, watch=None):
+    model, ctx = weft.tensor_parallel(made(make), ctx, plan=SPLIT, sequence=True)
+    stages = [["first", "blocks.0"], ["blocks.1", "last"]]
+    model, _ = weft.pipeline(model, ctx, loss=F.mse_loss, micro_batches=2, stages=stages)
+    return fit(model, sequences(), lambda model, batch: model(*batch), watch)
+
+
+def both_staged(ctx, name):
+    unsound, sound = SPLIT_PAIRS[name]
+    return staged(ctx, sound), attempt(staged, ctx, unsound)
+
+
+@pytest.mark.parametrize("name", ["mean", pytest.param("positions", marks=pytest.mark.slow)])
+def test_what_mixes_positions_between_blocks_is_refused_in_a_pipeline(name):
+    sound = fit(made(SPLIT_PAIRS[name][1]), sequences(), loss_of)
+    found = run_ranks(both_staged, 4, name, mesh={"pipeline": 2, "tensor": 2})
+    check_exact([one for one, _ in found], sound)
+    check_refused([one for _, one in found])
+
+
 # -- "replicate" is for what sees the heads of one rank: all else stays whole by itself --------------------
 
 PARTS = {"blocks.*.up": "column", "blocks.*.down": "row"}

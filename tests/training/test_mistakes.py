@@ -577,6 +577,12 @@ def two_backward_passes(ctx):
     _staged(ctx, use=twice)
 
 
+def scale_of_a_part(ctx):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    _, ctx = weft.with_precision(model[0], ctx, "fp16")
+    weft.pipeline(model, ctx, loss=mse_loss)
+
+
 def layer_of_another_stage(ctx):
     _staged(ctx, use=lambda model, x: (model[0](x).sum() + model[3](x).sum()).backward())
 
@@ -617,6 +623,7 @@ MESHES = {
         rows_that_depend_on_each_other, other_batches_along_the_pipeline,
         mean_over_some_labels, uneven_batch, optimizer_before_the_stages,
         loss_outside_of_the_pipeline, two_backward_passes, layer_of_another_stage, clipped_by_torch, weights_of_stages,
+        scale_of_a_part,
     ),
 }  # fmt: skip
 _APART = "the ranks do not compute together what {} is for one process"
@@ -655,6 +662,7 @@ MODEL_AXES = [
     (optimizer_before_the_stages, (), weft.errors.OrderError, "pipeline: 1 optimizer(s) hold parameters of"),
     (loss_outside_of_the_pipeline, (), TypeError, "pipeline: a call of a module with a loss function takes a target"),
     (two_backward_passes, (), weft.errors.ContractError, "pipeline: a loss has one backward pass"),
+    (scale_of_a_part, (), weft.errors.ContractError, "pipeline: a part of the module has a loss scale of its own"),
     (layer_of_another_stage, (), weft.errors.ContractError, "is a layer of another stage"),
     (clipped_by_torch, (), weft.errors.ContractError, "numbers are read that another rank has"),
     (weights_of_stages, (), weft.errors.ContractError, "tensors that another rank has cannot be pickled"),

@@ -74,6 +74,8 @@ class Net(nn.Module):
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(PLACES, WIDTH)
         self.drop, self.blocks = nn.Dropout(0.1), nn.ModuleList(Block(kind) for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
+        if kind == "tied":
+            self.head.weight = self.words.weight
 
     def forward(self, words, position_ids=None):
         at = torch.arange(words.shape[1])[None] if position_ids is None else position_ids
@@ -243,17 +245,18 @@ def test_ranks_that_share_a_model_drop_their_parts_of_the_masks_of_one(ranks, me
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mesh", "strategy"),
+    ("ranks", "mesh", "strategy", "kind"),
     [
-        (2, {"data": 1, "pipeline": 2}, "pipeline recompute"),
+        (2, {"data": 1, "pipeline": 2}, "pipeline recompute", "tied"),
         *slow_cases(
-            (4, {"data": 2, "pipeline": 2}, "pipeline fully_shard"),
-            (4, {"data": 1, "pipeline": 2, "tensor": 2}, "pipeline tensor"),
+            (4, {"data": 2, "pipeline": 2}, "pipeline fully_shard", "tied"),
+            (4, {"data": 1, "pipeline": 2, "tensor": 2}, "pipeline tensor", "sdpa"),
+            (4, {"data": 1, "pipeline": 2, "tensor": 2}, "pipeline tensor sequence", "sdpa"),
         ),
     ],
 )
-def test_micro_batches_of_a_pipeline_have_the_masks_of_their_rows(ranks, mesh, strategy):
-    _check_equal("sdpa", ranks, strategy, mesh, ragged=False)
+def test_micro_batches_of_a_pipeline_have_the_masks_of_their_rows(ranks, mesh, strategy, kind):
+    _check_equal(kind, ranks, strategy, mesh, ragged=False)
 
 
 @pytest.mark.parametrize("ranks", [1, *slow(2)])

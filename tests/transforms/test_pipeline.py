@@ -220,21 +220,21 @@ class Functional(Net):
 
 def _functional():
     torch.manual_seed(0)
-    model = Functional(2).double()
+    model = Functional(3).double()
     del model.head
     return model
 
 
 def _named_twice(ctx):
-    stages = [["embed", "positions", "layers.0"], ["layers.1", "norm", "embed.weight"]]
-    model, ctx = weft.pipeline(_functional(), ctx, loss=_loss, micro_batches=2, stages=stages)
+    stages = [["embed", "positions", "layers.0"], ["layers.1"], ["layers.2", "norm", "embed.weight"]]
+    model, ctx = weft.pipeline(_functional(), ctx, loss=_loss, micro_batches=4, stages=stages)
     return _fit(model, model, ctx, steps=1, epochs=1)
 
 
 def test_a_parameter_may_be_named_in_each_stage_that_uses_it():
     model = _functional()
     reference = _fit(model, lambda x, y: _loss(model(x), y), weft.local(), steps=1, epochs=1)
-    _check(run_ranks(_named_twice, 2, mesh={"pipeline": 2}), reference)
+    _check(run_ranks(_named_twice, 3, mesh={"pipeline": 3}), reference)
 
 
 def _frozen(ctx):
@@ -599,9 +599,10 @@ def test_refused_before_anything_is_changed(make, options, error, text):
     assert all(part._compiled_call_impl is None for part in model.modules())
 
 
-def test_a_precision_with_a_loss_scale_is_refused():
-    model, ctx = weft.with_precision(_net().float(), fake(0, 2, mesh={"pipeline": 2}), "fp16")
-    with pytest.raises(ContractError, match="loss scaling is not supported"):
+def test_a_part_with_a_loss_scale_is_refused():
+    model = _net().float()
+    _, ctx = weft.with_precision(model.layers[0], fake(0, 2, mesh={"pipeline": 2}), "fp16")
+    with pytest.raises(ContractError, match=r"fp16 on layers\.0"):
         weft.pipeline(model, ctx, loss=_loss)
 
 
@@ -745,6 +746,88 @@ def test_a_plan_balances_bytes_and_prints():
     assert plan.stages[1] == ("layers.2", "layers.3", "norm", "head")
     assert sum(plan.num_bytes) == sum(p.nbytes for p in _net(4).parameters())
     assert str(plan).splitlines()[1].split() == ["0", f"{plan.num_bytes[0]:,}", "embed", "...", "layers.1", "(4)"]
+
+
+def test_costs_balance_the_stages_instead_of_bytes():
+    model, (tokens, _) = _net(4), _data(2)[:]
+    layers = [f"layers.{i}" for i in range(4)]
+    counted = weft.plan_pipeline(model, 2, cost=tokens)
+    assert counted == weft.plan_pipeline(model.to("meta"), 2, cost={"x": tokens})
+    block = 2 * len(tokens) * LENGTH * WIDTH * (8 * WIDTH + 2 * LENGTH)  # 8 linear maps of its width, and attention
+    assert counted.costs == (2 * block, 2 * block + 2 * len(tokens) * LENGTH * WIDTH * VOCAB)
+    assert str(counted).splitlines()[1].split()[2] == f"{2 * block:,}"
+    plan = weft.plan_pipeline(model, 2, cost={"layers.*": 1, "layers.3": 5.0})
+    assert plan.stages == (("embed", "positions", *layers[:3]), (layers[3], "norm", "head"))
+    assert plan.costs == (3.0, 5.0)
+    assert plan == weft.plan_pipeline(model, 2, cost=lambda name, _: {"layers.3": 5}.get(name, name in layers))
+    with pytest.raises(ValueError, match="nowhere"):
+        weft.plan_pipeline(model, 2, cost={"nowhere": 1.0})
+
+
+class Scaled(nn.Module):
+    """A small model in fp16, whose head is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)) for _ in range(4))
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer[1](layer[0](x))
+        return self.head(x)
+
+
+def _sum_and_count(output, target):
+    return cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
+
+
+def _tiny(output, target):
+    return _loss(output, target) * 2.0**-14  # of which gradients are 0 in float16, without a scale
+
+
+def _scaled(ctx, loss, init):
+    torch.manual_seed(0)
+    scaling = weft.precision.LossScaling(init=init, growth_every=3)
+    policy = weft.Precision(compute=torch.float16, output=torch.float32, scaling=scaling)
+    model, ctx = weft.with_precision(Scaled(), ctx, policy)
+    model, ctx = weft.pipeline(model, ctx, loss=loss, micro_batches=4)
+    if ctx.data_size > 1:
+        model, ctx = weft.fully_shard(model, ctx)
+    optimizer, ctx = weft.skip_nonfinite(torch.optim.AdamW(model.parameters(), 1e-3), ctx)
+    numbers = []
+    for step in range(6):
+        tokens = torch.randint(0, 50, (16, 9), generator=torch.Generator().manual_seed(step)).chunk(ctx.data_size)
+        x, y = tokens[ctx.data_rank][:, :-1], tokens[ctx.data_rank][:, 1:]
+        model(x, y).backward()
+        if step > 3 and ctx.rank == 0:  # in one stage alone
+            model.layers[0][0].bias.grad.mul_(math.inf)
+        norm = weft.clip_grads(model, ctx, max_norm=1.0).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers.append((norm if math.isfinite(norm) else None, weft.loss_scale(model), weft.was_skipped(optimizer)))
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("mesh", "loss", "init"),
+    [
+        ({"pipeline": 2}, _tiny, 2.0**16),
+        ({"pipeline": 2}, _sum_and_count, 2.0**24),  # too large: the first steps are skipped
+        pytest.param({"data": 2, "pipeline": 2}, _loss, 2.0**10, marks=pytest.mark.slow),
+    ],
+    ids=["small", "large", "data"],
+)
+def test_the_loss_scale_of_fp16_moves_alike_on_all_stages(mesh, loss, init):
+    expected = run_ranks(_scaled, 1, loss, init)[0]
+    for numbers in run_ranks(_scaled, math.prod(mesh.values()), loss, init, mesh=mesh):
+        assert [one[1:] for one in numbers] == [one[1:] for one in expected]
+        for (norm, *_), (wanted, *_) in zip(numbers, expected, strict=True):
+            assert (norm is None) == (wanted is None)
+            assert norm is None or norm == pytest.approx(wanted, rel=1e-2)
 
 
 def test_one_rank_is_the_module_itself_with_its_loss():

@@ -90,6 +90,17 @@ class Probe(Protocol):
 
 
 @runtime_checkable
+class StagesProbe(Probe, Protocol):
+    """A probe from outside of a module that works where other ranks have some of its layers, as in a pipeline.
+
+    Attributes:
+        in_stages: Calls of the module, without gradients, are all it makes.
+    """
+
+    in_stages: bool
+
+
+@runtime_checkable
 class WatchingProbe(Probe, Protocol):
     """A probe that also looks at backward passes, in which something may come from outside of the units."""
 

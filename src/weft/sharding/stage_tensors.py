@@ -82,7 +82,8 @@ class StageTensors:
                 self._ctx.engine.broadcast_state([attrgetter(one)(part) for one in tensors], _group(self._line))
             self._let_go(name, part, made)
         for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-            if name in self._layers:  # a parameter of no layer
+            is_loose = not any(name.startswith(f"{layer}.") for layer in self._layers)
+            if name in self._layers and is_loose:
                 self._keep_loose(module, name, parameter, made)
 
     def undo(self) -> None:

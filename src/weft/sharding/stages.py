@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from weft.checks import check_count, check_module
 from weft.contract.select_modules import select
 from weft.errors import ContractError, listed, type_error, value_error
 from weft.tensors.nested import tensors
+
+Cost: TypeAlias = Callable[[str, nn.Module], float] | Mapping[str, Any] | torch.Tensor | Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class PipelinePlan:
         return [(f"{cost:,.6g}",) for cost in self.costs] or [()] * len(self.stages)
 
 
-def plan_pipeline(module: nn.Module, n: int, *, cost: object = None) -> PipelinePlan:
+def plan_pipeline(module: nn.Module, n: int, *, cost: Cost | None = None) -> PipelinePlan:
     """Share out the layers of a module over the stages of a pipeline, for `pipeline(stages=...)`, or to be printed.
 
     The layers come one after the other as `base_model_pp_plan` of transformers says, else in the order in which they
@@ -199,13 +201,13 @@ def _num_bytes(part: nn.Module) -> int:
     return sum(p.nbytes for p in part.parameters())
 
 
-def _costs(module: nn.Module, layers: Sequence[str], cost: object) -> Sequence[float]:
+def _costs(module: nn.Module, layers: Sequence[str], cost: Any) -> Sequence[float]:
     """What each layer costs, see `plan_pipeline`."""
     parts = {name: module.get_submodule(name) for name in layers}
     if cost is None:
         return [_num_bytes(part) for part in parts.values()]
     if isinstance(cost, Mapping) and not any(True for _ in tensors(cost)):
-        found = dict.fromkeys(layers, 0.0)
+        found: dict[str, Any] = dict.fromkeys(layers, 0.0)
         for pattern, value in cost.items():
             chosen = {id(part) for part in select("plan_pipeline", module, pattern).values()}
             found |= {name: value for name, part in parts.items() if id(part) in chosen}

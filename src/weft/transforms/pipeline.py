@@ -24,7 +24,7 @@ from weft.engines.torch.pipeline.batch_parts import check_flags
 from weft.engines.torch.pipeline.losses import SingleStage
 from weft.engines.torch.pipeline.schedules import check_schedule, owners, stages_per_rank
 from weft.engines.torch.reducing.trained import is_reduced
-from weft.errors import AlreadyApplied, ContextError, ContractError, type_error
+from weft.errors import AlreadyApplied, ContextError, ContractError, listed, type_error
 from weft.peers.ledger import Ledger
 from weft.peers.world import World
 from weft.precision import PrecisionOffer
@@ -102,8 +102,8 @@ def pipeline(
     Raises:
         AlreadyApplied: `module` is replicated or sharded already.
         ContextError: There is no such axis, the ranks pass different models or options, or torch is older than 2.13.
-        ContractError: Fewer blocks than stages, or fp16. In a call, `ProbeFailed`: rows depend on each other, or the
-            mean over the micro-batches is not the loss of the batch.
+        ContractError: Fewer blocks than stages, or fp16 on a part of the module. In a call, `ProbeFailed`: rows depend
+            on each other, or the mean over the micro-batches is not the loss of the batch.
         OrderError: A living optimizer holds parameters and is not in `rebind`.
         TypeError: Not a module, or an option of another kind.
         ValueError: An option is out of range, or the schedule does not fit the number of stages or micro-batches.
@@ -169,6 +169,7 @@ def pipeline(
         guard,
         lambda value, rank: broadcast(value, line, source=rank),
         tensors.copies,
+        next((offer.precise.scale for offer in offered(module, PrecisionOffer) if offer.precise is not None), None),
     )
     return module, ctx.offering(tensors, calls)
 
@@ -210,12 +211,14 @@ def _check_module(module: nn.Module, ctx: DistContext) -> None:
             expected="pipeline, then the strategy",
             fix="model, ctx = weft.pipeline(model, ctx); model, ctx = weft.fully_shard(model, ctx)",
         )
-    if any(offer.precision.scaling for offer in offered(module, PrecisionOffer)):
+    inside = {name: part for name, part in module.named_modules() if name}
+    scaled = [n for n, part in inside.items() if any(o.precision.scaling for o in offered(part, PrecisionOffer))]
+    if scaled:
         raise ContractError(
-            "pipeline: loss scaling is not supported",
-            found="with_precision with fp16, whose scale acts outside the backward passes of micro-batches",
-            expected='"bf16" or "fp32"',
-            fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
+            "pipeline: a part of the module has a loss scale of its own",
+            found=f"with_precision with fp16 on {listed(scaled)}",
+            expected="one scale for the whole module, by which the losses of micro-batches are multiplied",
+            fix='model, ctx = weft.with_precision(model, ctx, "fp16")',
         )
     check_flags(module, {})
 

@@ -33,6 +33,7 @@ from weft.errors import ContractError, listed
 from weft.precision import LossScaling
 from weft.tensors.dtensor import is_sharded, local, resting_parameters
 from weft.tensors.nested import map_tensors
+from weft.tensors.remote_parameter import is_elsewhere
 
 
 class LossScale:
@@ -64,9 +65,9 @@ class LossScale:
         self._session = BackwardSession(self._begin, self._end, rounds=2)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The module's parameters as they are now: they may be frozen, freed, added and replaced."""
+        """The module's parameters as they are now: they may be frozen, freed, added and replaced, or elsewhere."""
         module = self._module()
-        return [] if module is None else resting_parameters(module)
+        return [] if module is None else [p for p in resting_parameters(module) if not is_elsewhere(p)]
 
     # -- at the borders --------------------------------------------------------------------------
 

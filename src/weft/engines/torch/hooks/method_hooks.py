@@ -7,6 +7,7 @@ pickle of the module is plain: hooks and methods of this file stay behind.
 
 from __future__ import annotations
 
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -195,6 +196,11 @@ class _Method:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._around(self._call, args, kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the method: `generate` of transformers looks for arguments of forward, such as masks."""
+        return inspect.signature(self._call)
 
     def with_names(self, names: Mapping[str, object]) -> _Method:
         """See the function of this name."""

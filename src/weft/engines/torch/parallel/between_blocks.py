@@ -25,6 +25,7 @@ from weft.engines.torch.probes.no_trace import copied, no_trace
 from weft.engines.torch.probes.whole_unit import BETWEEN_BLOCKS
 from weft.tensors.blocks import full_tensor
 from weft.tensors.nested import tensors
+from weft.tensors.remote_parameter import is_elsewhere
 
 
 class BetweenBlocks:
@@ -32,6 +33,7 @@ class BetweenBlocks:
 
     spare: nn.Module | None = None
     outside = True
+    in_stages = True
     cause = "something between the blocks, or in a hook on one, mixes places of the sequence, or counts them"
     fix = BETWEEN_BLOCKS
 
@@ -68,7 +70,8 @@ class BetweenBlocks:
         found = returned_tensors(self._call(args, kwargs, contextlib.nullcontext()))
         expected = returned_tensors(self.alone(name, args, kwargs))
         yield Compared("the number of outputs", torch.tensor(len(found)), torch.tensor(len(expected)))
-        given = (*self.units[""].parameters(), *tensors((args, kwargs)), *found)
+        held = (*self.units[""].parameters(), *tensors((args, kwargs)), *found)
+        given = [tensor for tensor in held if not is_elsewhere(tensor)]
         limit = LOW_LIMIT if is_low(given[0].device.type, given) else LIMIT
         for one, other in zip(found, expected, strict=False):
             yield Compared("an output", full_tensor(one), full_tensor(other), limit=limit)

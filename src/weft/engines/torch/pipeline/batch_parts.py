@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from weft.engines.torch.probes.no_trace import is_measured
 from weft.errors import listed, type_error, value_error
 from weft.keyed_random.row_keys import rows_cut
 from weft.tensors.nested import leaves, map_tensors, tensors
@@ -68,7 +69,7 @@ def inputs_of(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             return Inputs(tuple(rest), kwargs, last)
         found = "no argument besides those of forward"
     else:
-        as_input = _binds(signature, args, kwargs)
+        as_input = _binds(signature, args, kwargs) and not (as_target and is_measured())  # a call with gradients
         if as_input != as_target:
             return Inputs(tuple(rest), kwargs, last) if as_target else Inputs(args, kwargs)
         found = "a last argument that may be the target, or one of forward" if as_input else "other arguments"

@@ -78,7 +78,9 @@ class PipelinedModule:
         guard: Callable[[], AbstractContextManager[None]],
         share: Callable[[Any, int], Any],
         copies: Mapping[str, Sequence[int]],
+        loss_scale: Any = None,
     ) -> None:
+        self._loss_scale = loss_scale  # its `value`, of fp16
         self._options = options
         self._group = group
         self._device = device
@@ -95,7 +97,8 @@ class PipelinedModule:
         self._aliases = Aliases()
         self._tied = TiedGradients(copies, group)
         self._schedules: dict[Any, Any] = {}
-        self._rows = RowProbe(options.probes, module, self._borders, self.here, len(options.stages))
+        wide = loss_scale is not None
+        self._rows = RowProbe(options.probes, module, self._borders, self.here, len(options.stages), wide=wide)
         self.schedule = self._rows.schedule
         self._lent = LentLayers(module, options.stages, self.owners, group, device)
         self._stage_modules = {number: _StageModule(self, number) for number in self.here}
@@ -165,6 +168,8 @@ class PipelinedModule:
         number = len(batches.parts)
         is_new = batches.key not in self._schedules
         self._pass = _PipelineCall(call, batches)
+        if self._loss_scale is not None:
+            self._pass.factor = self._loss_scale.value.clone()
         self._calls += 1
         self._rows.begin()
         try:
@@ -230,7 +235,7 @@ class PipelinedModule:
                 running.keep(index, self._forward.returned, self._calls)
             loss = self._loss_of(output, part)
             running.losses.append(loss._replace(value=loss.value.detach()))
-            return loss.value.reshape(1)
+            return running.scaled(loss, is_sum="num_items_in_batch" in part.kwargs).reshape(1)
         except Exception as error:
             running.error = error
             raise
@@ -261,7 +266,8 @@ class PipelinedModule:
                 self._rows.dims = None
                 losses = running.losses
         result = batch_loss(running.losses, whole, is_sum=is_sum)
-        return result._replace(checked=batch_loss(losses, None, is_sum=is_sum).loss)
+        scale = result.scale if running.factor is None else result.scale / running.factor.double()
+        return result._replace(checked=batch_loss(losses, None, is_sum=is_sum).loss, scale=scale)
 
     def _losses_of_same_draws(self, parts: Sequence[Any], whole: Any) -> tuple[list[MicroBatchLoss], torch.Tensor]:
         """The losses of the micro-batches and that of the batch, with the same random numbers."""
@@ -352,7 +358,20 @@ class _PipelineCall:
         self.returned: dict[int, Any] = {}  # by the last layer
         self.ends_with_layer = False  # whether forward returns that
         self.losses: list[MicroBatchLoss] = []
+        self.factor: torch.Tensor | None = None  # of the losses in backward, see `scaled`
         self.error: Exception | None = None
+
+    def scaled(self, loss: MicroBatchLoss, *, is_sum: bool) -> torch.Tensor:
+        """What backward begins with: with the loss scale of fp16, about the part of a micro-batch in the batch's loss.
+
+        It is a power of two for all micro-batches, so that dividing by it later is exact.
+        """
+        if self.factor is None:
+            return loss.value
+        if len(self.losses) == 1 and not is_sum:
+            terms = torch.ones_like(self.factor) if loss.terms is None else loss.terms.to(self.factor).clamp(min=1)
+            self.factor = self.factor * torch.exp2(-torch.ceil(torch.log2(terms * len(self.batches.parts))))
+        return loss.value * self.factor.to(loss.value.dtype)
 
     def keep(self, index: int, returned: Any, number: int) -> None:
         """Keep what the last layer has returned, of all micro-batches or, in turn, of as many as fit into memory."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from weft import torch_internals
 from weft.engines.probes import Compared, ProbeMode, Schedule
-from weft.engines.torch.pipeline.batch_parts import Inputs, MicroBatches
+from weft.engines.torch.pipeline.batch_parts import NOTHING, Inputs, MicroBatches
 from weft.engines.torch.pipeline.losses import MicroBatchLoss, Result, batch_loss
 from weft.engines.torch.pipeline.outputs import join_rows, row_dims
 from weft.engines.torch.pipeline.stage_borders import Borders
@@ -43,7 +43,10 @@ class RowProbe:
         schedule: Which calls are measured, and what was found.
     """
 
-    def __init__(self, mode: ProbeMode, module: nn.Module, borders: Borders, here: Sequence[int], stages: int) -> None:
+    def __init__(
+        self, mode: ProbeMode, module: nn.Module, borders: Borders, here: Sequence[int], stages: int, *, wide: bool
+    ) -> None:
+        self._wide = wide  # without autocast: gradients would underflow in float16, whose scale is not theirs
         self.dims: list[int | None] | None = None
         self.schedule = Schedule(mode, ["rows"])
         self._module = module
@@ -101,7 +104,10 @@ class RowProbe:
         _check_same_batch(batches.whole, group, device)
         parts, whole = [batches.parts[0], batches.parts[last]], batches.together([0, last])
         quiet = self._quiet_everywhere(group, device) if self._is_due == 1 else None
-        with measured(recompute=True), no_trace(self._module), zeros_filled(self._module), random_kept():
+        in_float32 = torch.autocast(device.type, enabled=False) if self._wide else contextlib.nullcontext()
+        if self._wide:
+            parts, whole = list(map(_in_float32, parts)), _in_float32(whole)
+        with in_float32, measured(recompute=True), no_trace(self._module), zeros_filled(self._module), random_kept():
             runs = _Runs(self._module, self._borders, self._here, self._stages - 1, compute, is_sum=is_sum)
             with hooks_off(self._module, lambda _, hook: id(hook) in self._quiet):
                 apart, together = runs.run(parts, together=False), runs.run([whole], together=True)
@@ -286,6 +292,14 @@ class _Runs:
             found = torch.autograd.grad(outputs, inputs, given, allow_unused=True)
         back = [torch.zeros_like(t) if g is None else g for t, g in zip(received, found, strict=False)]
         return back, found[len(received) :]
+
+
+def _in_float32(inputs: Inputs) -> Inputs:
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype is torch.float16 else tensor
+
+    target = inputs.target if inputs.target is NOTHING else map_tensors(wide, inputs.target)
+    return Inputs(map_tensors(wide, inputs.args), map_tensors(wide, inputs.kwargs), target)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

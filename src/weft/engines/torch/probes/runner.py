@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 from weft import torch_internals
 from weft.engines.peers import Peers
-from weft.engines.probes import Compared, OnlyInParts, Probe, ProbeMode, Schedule, WatchingProbe
+from weft.engines.probes import Compared, OnlyInParts, Probe, ProbeMode, Schedule, StagesProbe, WatchingProbe
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, already_compiled, attach, route_calls
 from weft.engines.torch.probes.compare import (
@@ -99,8 +99,9 @@ class Prober:
 
     def _from_outside(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
         unit = self._probe.units[name]
-        # A pipeline computes its whole batch at once, with its gradients.
-        skips = torch.compiler.is_compiling() or any(map(is_elsewhere, unit.parameters()))
+        # A call of a pipeline with gradients computes those of its whole batch.
+        in_stages = isinstance(self._probe, StagesProbe) or not any(map(is_elsewhere, unit.parameters()))
+        skips = torch.compiler.is_compiling() or not in_stages
         number = 0 if skips else self._is_due(name, args, kwargs)
         if not number:
             return call(*args, **kwargs)
