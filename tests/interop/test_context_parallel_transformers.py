@@ -113,26 +113,29 @@ def test_training_is_that_of_one_process(kind, mesh, strategy, method, steps):
         assert max((a - b).abs().max().item() for a, b in zip(found[2], parameters, strict=True)) < 1e-12
 
 
-def _own_loss(ctx, order):
+def _own_loss(ctx, order, documents):
     """The loss that the model computes, and its gradients, of the whole and of parts."""
     batch = next(iter(DataLoader(_rows(), batch_size=4)))
+    if documents:  # whose ends have labels, too: the first words of the next ones
+        batch |= {"position_ids": torch.arange(LENGTH).remainder(5).expand(4, -1), "use_cache": False}
+    else:
+        batch["attention_mask"] = torch.ones(4, LENGTH)
     whole = _model("llama")
     expected = whole(**batch).loss
     expected.backward()
     model, inner = weft.context_parallel(_model("llama"), ctx, order=order)
     model, inner = weft.replicate(model, inner)
-    loss = model(
-        **weft.data.split_sequence({**batch, "attention_mask": torch.ones(4, LENGTH)}, inner, order=order)
-    ).loss
+    loss = model(**weft.data.split_sequence(batch, inner, order=order)).loss
     loss.backward()
     pairs = zip(model.parameters(), whole.parameters(), strict=True)
     gradients = max((a.grad - b.grad).abs().max().item() for a, b in pairs)
     return abs(weft.reduce(loss.detach(), ctx, "mean").item() - expected.item()), gradients
 
 
+@pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
-def test_the_loss_of_the_model_is_that_of_the_whole_batch(order):
-    for loss, gradients in run_ranks(_own_loss, 2, order, mesh={"context": 2}):
+def test_the_loss_of_the_model_is_that_of_the_whole_batch(order, documents):
+    for loss, gradients in run_ranks(_own_loss, 2, order, documents, mesh={"context": 2}):
         assert loss < 1e-6  # float32, inside of the model
         assert gradients < 1e-7
 

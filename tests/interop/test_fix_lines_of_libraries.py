@@ -43,6 +43,12 @@ def _transformers_mistakes(ctx):
     expected = _qwen()(**batch).loss
     assert weft.reduce(model(**part).loss.detach(), ctx, "mean").item() == pytest.approx(expected.item(), rel=1e-6)
 
+    model, _ = weft.context_parallel(_qwen(attn_implementation="flex_attention", attention_dropout=0.0), ctx)
+    with told("engines/torch/parallel/sequence_inputs.py", "masks that are no tensors") as it, torch.no_grad():
+        model(**part)
+    it.run(model=model)
+    model(**part)
+
     with told("engines/torch/parallel/split_attention.py", "computed without") as it:
         weft.context_parallel(_qwen(attn_implementation="eager"), ctx)[0](**part)
     with told("engines/torch/parallel/split_attention.py", "drops weights") as dropping:

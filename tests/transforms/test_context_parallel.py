@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
@@ -522,8 +523,16 @@ class Sliced(nn.Module):
         return self.attention(x + self.pos_embed[:, : x.shape[1]])
 
 
+class Flexible(Attention):
+    """Attention that may take another way."""
+
+    def forward(self, x):
+        return flex_attention(x, x, x) if self.causal is None else super().forward(x)
+
+
 REFUSED = [
     (lambda: nn.Linear(4, 4), {}, "has no attention that can be caught"),
+    (Flexible, {}, "Flexible: flex_attention"),
     (
         lambda: Attention(heads=4, keys=4, width=36).requires_grad_(True),
         {"axis": "nothing"},

@@ -17,7 +17,7 @@ from weft.context import DistContext
 from weft.context.placement import check_ranks_send
 from weft.contract import Part, Phase, transform
 from weft.engines.torch.compute.activation_checkpoint import already_recomputed
-from weft.engines.torch.parallel.sequence_code import attention_modules
+from weft.engines.torch.parallel.sequence_code import attention_modules, other_attention
 from weft.engines.torch.parallel.sequence_exchange import SequenceRanks, find_collectives
 from weft.engines.torch.parallel.sequence_inputs import SplitInputs
 from weft.engines.torch.parallel.sequence_slice import SlicedSequences
@@ -140,10 +140,11 @@ def _check_axis(ctx: DistContext, axis: str, number: int) -> None:
 
 
 def _check_attention(module: nn.Module, attention: Mapping[str, nn.Module]) -> None:
-    if not attention:
+    others = other_attention(module)
+    if not attention or others:
         raise ContractError(
             f"context_parallel: {type(module).__name__} has no attention that can be caught",
-            found="no module whose forward calls F.scaled_dot_product_attention",
+            found=listed(others) or "no module whose forward calls F.scaled_dot_product_attention",
             expected="attention through F.scaled_dot_product_attention, or nn.MultiheadAttention",
             fix='F.scaled_dot_product_attention(query, key, value)  # in transformers: attn_implementation="sdpa"',
         )

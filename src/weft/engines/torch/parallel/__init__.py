@@ -14,5 +14,5 @@ between_blocks.py     tensor parallelism, measured: what is between blocks that 
 experts/              experts divided among ranks, and tokens sent to them
 
 Tested by: tests/transforms/test_tensor_parallel.py, tests/transforms/test_context_parallel.py,
-    tests/engines/test_fused_projections.py
+    tests/engines/test_fused_projections.py, tests/engines/test_attention_masks.py
 """

@@ -21,6 +21,7 @@ from weft.errors import ContractError
 _CAUGHT = frozenset(
     {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"}
 )  # the second: of transformers, for "sdpa"
+_REFUSED = frozenset({"flex_attention", "varlen_attn"})
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "IMPORT_FROM")
 _MASKS, _OF_PARTS = "transformers.masking_utils", frozenset({"create_recurrent_attention_mask"})
 
@@ -32,6 +33,16 @@ def attention_modules(module: nn.Module) -> dict[str, nn.Module]:
         for name, part in module.named_modules()
         if isinstance(part, nn.MultiheadAttention) or (not _of_torch(part) and _CAUGHT & _names(type(part)))
     }
+
+
+def other_attention(module: nn.Module) -> list[str]:
+    """The modules that call a function of `torch.nn.attention` which is not caught."""
+    parts = ((name, part) for name, part in module.named_modules() if not _of_torch(part))
+    return [
+        f"{name or type(module).__name__}: {', '.join(sorted(used))}"
+        for name, part in parts
+        if (used := _REFUSED & _names(type(part)))
+    ]
 
 
 def mask_functions(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:

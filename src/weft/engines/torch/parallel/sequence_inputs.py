@@ -23,7 +23,7 @@ from weft.engines.torch.hooks.method_hooks import Removable, attach, with_names
 from weft.engines.torch.parallel.sequence_code import mask_functions, methods_that_make_masks
 from weft.engines.torch.parallel.sequence_exchange import Method, SequenceRanks, gather_places, rows_of_rank
 from weft.errors import ContractError, listed
-from weft.tensors.nested import map_tensors, tensors
+from weft.tensors.nested import leaves, map_tensors, tensors
 from weft.tensors.sequence_order import SequencePart, part_of, places
 
 _FIX = (
@@ -45,9 +45,10 @@ class SplitInputs:
         self._ranks = ranks
         self._method = method
         self._part = SequencePart(ranks.order, ranks.number, ranks.rank)
+        making = [(part, methods_that_make_masks(part)) for part in module.modules()]
         attach(module, self._removable, before=self._check_parts, first=True)
-        for part in module.modules():
-            attach(part, self._removable, around=self._with_whole_masks, methods=methods_that_make_masks(part))
+        for part, methods in making:
+            attach(part, self._removable, around=self._with_whole_masks, methods=methods)
 
     def undo(self) -> None:
         """Let the model be called with anything again."""
@@ -117,6 +118,9 @@ class SplitInputs:
         """What a function of transformers makes of whole sequences; of it, the rows that this rank needs.
 
         Collectives: one all-gather of each integer or boolean tensor [rows, part].
+
+        Raises:
+            ContractError: It makes no tensors, for another kind of attention.
         """
         ranks = self._ranks
         whole_args, whole_kwargs = map_tensors(partial(_whole_of, ranks), (args, kwargs))
@@ -125,7 +129,16 @@ class SplitInputs:
             is_square = mask.ndim > 2 and mask.shape[-2] == mask.shape[-1]
             return rows_of_rank(ranks, mask) if is_square and self._method == "gather" else mask
 
-        return map_tensors(needed, make(*whole_args, **whole_kwargs))
+        masks = make(*whole_args, **whole_kwargs)
+        others = [type(leaf).__name__ for _, leaf in leaves(masks) if not isinstance(leaf, (torch.Tensor, type(None)))]
+        if others:
+            raise ContractError(
+                "context_parallel: a model makes masks that are no tensors",
+                found=f"{listed(others)}, as for flex_attention",
+                expected="tensors, or none, as for F.scaled_dot_product_attention",
+                fix='model.set_attn_implementation("sdpa")',
+            )
+        return map_tensors(needed, masks)
 
 
 def _whole_of(ranks: SequenceRanks, tensor: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ class SlicedSequences:
         self._ranks = ranks
         self._undivided = undivided
         self._turn = 0
-        self._needs_all_rows = False
+        self._needs = 0  # 0: some rows at a time can be computed, and some of their places; 1: all rows; 2: all of them
 
     def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The shapes: the parts differ."""
@@ -134,12 +134,12 @@ class SlicedSequences:
         return is_loss
 
     def _whole(self, name: str, args: Any, kwargs: Any, few: bool) -> tuple[Any, Any, list[torch.Tensor]]:
-        """Some rows, in parts and whole, and what is returned for them whole; all rows, if some cannot be computed."""
-        if not few and not self._needs_all_rows:
+        """Some rows, in parts and whole, and what is returned for them whole; more, if some cannot be computed."""
+        while not few and self._needs < 2:  # of groups of rows, or of documents whose ends are given
             with parts_suppressed():
                 parts, whole = self._sliced(args, kwargs)
                 return parts, whole, self._returned(name, whole, whole=True)
-            self._needs_all_rows = True  # such as groups of some
+            self._needs += 1
         parts, whole = self._sliced(args, kwargs, few)
         return parts, whole, self._returned(name, whole, whole=True)
 
@@ -210,10 +210,10 @@ class SlicedSequences:
         count = rows
         if few:
             count = min(rows, max(rows // 2, 1), 2)
-        elif rows * length > limit and not self._needs_all_rows:
+        elif rows * length > limit and not self._needs:
             most = min(limit // length, rows)
             count = next((k for k in range(most, 1, -1) if rows % k == 0), min(2, rows))
-        if count * length > limit:
+        if count * length > limit and self._needs < 2:
             length = max(limit // (count * 2 * n), 1) * 2 * n
         return count, length
 
