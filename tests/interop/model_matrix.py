@@ -1,9 +1,10 @@
-"""Models of transformers × meshes: each trains as in one process, or an error says why not.
+"""Models of transformers on meshes: each trains as in one process, or an error says why not.
 
 The table in docs/parallelism.md is made here: `python -m tests.interop.model_matrix` trains them all and rewrites it.
 """
 
 import argparse
+import importlib
 import math
 import pathlib
 import re
@@ -141,9 +142,9 @@ MESHES = {
     "context 2": {"context": 2},
     "pipeline 2": {"pipeline": 2},
     "expert 2": {"expert": 2},
-    "shard 2 × tensor 2": {"shard": 2, "tensor": 2},
-    "pipeline 2 × shard 2": {"pipeline": 2, "shard": 2},
-    "pipeline 2 × tensor 2, sequence": {"pipeline": 2, "tensor": 2},
+    "shard 2, tensor 2": {"shard": 2, "tensor": 2},
+    "pipeline 2, shard 2": {"pipeline": 2, "shard": 2},
+    "pipeline 2, tensor 2, sequence": {"pipeline": 2, "tensor": 2},
     "tensor 2, sequence": {"tensor": 2},
 }
 
@@ -172,7 +173,7 @@ def _in_float64(part):
 
 def build(name):
     """The model in float64, always with the same weights."""
-    import transformers  # noqa: PLC0415  (seconds)
+    import transformers
 
     transformers.logging.set_verbosity_error()
     model = MODELS[name]
@@ -358,8 +359,9 @@ def main():
     parser.add_argument("--models", help="these alone, with ; between them; the table is not rewritten then")
     parser.add_argument("--meshes", help="these alone, as above")
     given = parser.parse_args()
-    names, meshes = (chosen.split(";") if chosen else all_of for chosen, all_of in
-                     ((given.models, MODELS), (given.meshes, MESHES)))
+    names, meshes = (
+        chosen.split(";") if chosen else all_of for chosen, all_of in ((given.models, MODELS), (given.meshes, MESHES))
+    )
     found = {}
     for name in names:
         expected, found[name] = reference(name), {}
@@ -382,6 +384,4 @@ def main():
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    from tests.interop import model_matrix  # by its name, under which the ranks find it
-
-    model_matrix.main()
+    importlib.import_module("tests.interop.model_matrix").main()  # under the name by which the ranks find it

@@ -1,6 +1,7 @@
 """What comes before layers are cut by a plan, for tensor parallelism.
 
 tensor_plan.py     which part is cut in which way
+proposed_plan.py   the same for a model that does not say it
 adapter_layers.py  layers that PEFT has put another layer into
 tensor_checks.py   what cannot be computed exactly
 linear_layers.py   linear layers, and several projections in one

@@ -23,8 +23,11 @@ def proposed_plan(module: nn.Module) -> dict[str, str]:
     embeddings = {name: one for name, one in module.named_modules() if isinstance(one, nn.Embedding)}
     for name, one in module.named_modules():
         pattern = pattern_of(module, name) if name else name
-        tables = [each.weight for each in embeddings.values() if each.num_embeddings == outputs_of(one)] if isinstance(
-            one, nn.Linear) else []
+        tables = (
+            [each.weight for each in embeddings.values() if each.num_embeddings == outputs_of(one)]
+            if isinstance(one, nn.Linear)
+            else []
+        )
         if tables and pattern not in found:
             chosen = next((weight for weight in tables if weight is one.weight), tables[-1])
             found |= {own: "vocab" for own, each in embeddings.items() if each.weight is chosen}
@@ -38,7 +41,7 @@ def has_attention(module: nn.Module, plan: Mapping[str, str]) -> bool:
     The code of the latter may not have the number of heads in it, of which each rank has some.
     """
     beside = Counter(pattern.rpartition(".")[0] for pattern, style in plan.items() if style == "column")
-    several = {parent for parent, count in beside.items() if count >= 3}  # noqa: PLR2004  (queries, keys, values)
+    several = {parent for parent, count in beside.items() if count >= 3}
     parts = [part for name, part in module.named_modules() if name and pattern_of(module, name) in several]
     found = [part for part in parts if has_heads(part)]
     return any(style.startswith("column:") for style in plan.values()) or (
@@ -70,7 +73,7 @@ def _side_by_side(part: nn.Module) -> dict[str, str]:
     layers = [(name, one) for name, one in children[max(stacks, default=-1) + 1 :] if is_linear(one)]
     sizes = {(inputs_of(one), outputs_of(one)) for _, one in layers}
     is_alike = len(sizes) == 1 and not isinstance(part, nn.Sequential)
-    is_attention = is_alike and (len(layers) == 4 or (len(layers) == 3 and has_heads(part)))  # noqa: PLR2004
+    is_attention = is_alike and (len(layers) == 4 or (len(layers) == 3 and has_heads(part)))
     for place, (name, one) in list(enumerate(layers))[3 if is_attention else 0 :]:
         before = [other for other, first in layers[:place] if inputs_of(first) == outputs_of(one)]
         styles = {other: style for other in before if (style := column_style(part, other, one)) is not None}

@@ -270,14 +270,14 @@ def attributes_of(
     return {name: values for name, values in found.items() if values}
 
 
-def has_head_tables(module: nn.Module, styles: Styles) -> bool:
-    """Whether an attention has a table with a column per head: biases of positions, which are added to its scores."""
+def head_tables(module: nn.Module, styles: Styles) -> list[nn.Parameter]:
+    """The tables of attentions with a column per head: biases of positions, which are added to its scores."""
+    found = []
     for parent, columns, _ in _pairs(module, styles):
         counts = set(_head_counts(parent, columns.values()).values())
-        rest = [p for name, p in parent.named_parameters() if not name.startswith(tuple(f"{one}." for one in columns))]
-        if any(p.dim() == 2 and p.shape[-1] in counts for p in rest):
-            return True
-    return False
+        cut = {id(p) for part in columns.values() for p in part.parameters()}
+        found += [p for p in parent.parameters() if id(p) not in cut and p.dim() == 2 and p.shape[-1] in counts]
+    return found
 
 
 def _check_divides(what: str, count: int, axis: str, ranks: int, unit: str) -> None:
@@ -373,12 +373,13 @@ def check_sequence(module: nn.Module, styles: Styles, lists: Mapping[str, list[s
 
 
 def _uncovered(module: nn.Module, styles: Styles, lists: Mapping[str, list[str]]) -> list[str]:
-    """The parameters in the blocks that have no style."""
+    """The parameters in the blocks that have no style, but for tables with a number per head."""
+    tables = {id(p) for p in head_tables(module, styles)}
     inside: Callable[[str], bool] = lambda name: any(name.startswith(f"{one}.") for one in styles)  # noqa: E731
     return [
         name
         for blocks in lists.values()
         for block in blocks
-        for name, _ in module.get_submodule(block).named_parameters(prefix=block)
-        if not inside(name)
+        for name, p in module.get_submodule(block).named_parameters(prefix=block)
+        if not inside(name) and id(p) not in tables
     ]

@@ -27,7 +27,7 @@ from weft.sharding.layers.tensor_checks import (
     check_sizes,
     check_ties,
     gathered_once,
-    has_head_tables,
+    head_tables,
     styles_of,
 )
 from weft.sharding.layers.tensor_plan import blocks_around, tensor_plan
@@ -88,7 +88,7 @@ def cut_layers(
             check_torch(f'{_WHAT}: "vocab"', "2.13", "DTensor loses the mask of an embedding that is cut by rows")
     attributes = attributes_of(module, styles, fused, ranks)
     options = replace(_options(module, styles, sequence=sequence), fused=fused, attributes=attributes)
-    options = replace(options, head_tables=has_head_tables(module, styles))
+    options = replace(options, head_tables=bool(head_tables(module, styles)))
     facts = {**options.facts(), "axis": axis, "plan": {n: str(s) for n, s in styles.items()}, "later": later}
     facts["fused"] = {name: list(sizes) for name, sizes in widths.items()}
     facts["rebind"] = groups_of(module, rebind)

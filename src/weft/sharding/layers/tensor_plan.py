@@ -94,8 +94,8 @@ def tensor_plan(module: nn.Module) -> TensorPlan:
         divided, "column:3" and "column:64,16,16" for those with several projections side by side, by their number or
         their widths, "gather" for a head whose outputs are divided and gathered, "vocab" for an embedding,
         or for a head whose outputs stay divided, "replicate" for parts that stay whole between the two, "sequence"
-        for parts that stay whole and may run on a part of the sequence, "whole" for other parts of blocks. Its `left_out` has what cannot be
-        translated, which stays whole.
+        for parts that stay whole and may run on a part of the sequence, "whole" for other parts of blocks. Its
+        `left_out` has what cannot be translated, which stays whole.
 
     Raises:
         TypeError: Not a module.

@@ -165,7 +165,7 @@ class KeyedDropout:
     def _note_length(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         """A sequence comes to the first block, perhaps of other places than the module was called with, as patches."""
         forward = self._forwards.get(torch.initial_seed() >> _SHIFT)
-        hidden = next((x for x in tensors((args, kwargs)) if x.is_floating_point() and x.dim() > 2), None)  # noqa: PLR2004
+        hidden = next((x for x in tensors((args, kwargs)) if x.is_floating_point() and x.dim() > 2), None)
         if forward is not None and hidden is not None:
             forward.lengths |= {hidden.shape[1]}
 

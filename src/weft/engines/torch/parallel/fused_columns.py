@@ -251,7 +251,7 @@ def _read_attention(mode: _LocalSizesMode, args: _Args, kwargs: _Kwargs) -> tupl
 
 def _read_sum(mode: _LocalSizesMode, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
     """`scores + mask`, where attention is computed step by step."""
-    if len(args) != 2 or not all(isinstance(one, torch.Tensor) and one.dim() == 4 for one in args):  # noqa: PLR2004
+    if len(args) != 2 or not all(isinstance(one, torch.Tensor) and one.dim() == 4 for one in args):
         return args, kwargs
     scores, mask = args
     return (scores, _of_own_heads(mode, scores, mask)), kwargs
@@ -264,7 +264,8 @@ def _of_own_heads(mode: _LocalSizesMode, of_rank: torch.Tensor, mask: torch.Tens
     """
     if mask.shape[-3] != mode.ranks * of_rank.shape[-3]:
         return mask
-    return moved(mask, mode.mesh, Replicate(), Shard(mask.dim() - 3)).to_local()
+    own: torch.Tensor = moved(mask, mode.mesh, Replicate(), Shard(mask.dim() - 3)).to_local()
+    return own
 
 
 _READ: MappingProxyType[Any, Callable[[_LocalSizesMode, _Args, _Kwargs], tuple[_Args, _Kwargs]]] = MappingProxyType(

@@ -122,7 +122,7 @@ class TransposedStyle(ParallelStyle):
 
 
 def moved(x: Any, mesh: DeviceMesh, arrives: Placement, wanted: Placement) -> Any:
-    """A tensor as a DTensor that lies as is wanted; `arrives` says how a plain one does. Collectives: those of torch."""
+    """A tensor as a DTensor that lies as is wanted; `arrives` says how a plain one lies."""
     if not isinstance(x, DTensor):
         x = as_dtensor(x, mesh, [arrives])
     return x if x.placements == (wanted,) else x.redistribute(placements=[wanted])

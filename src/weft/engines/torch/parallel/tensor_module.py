@@ -85,9 +85,9 @@ class TensorParallelModule(Strategy):
             attach(last, self._removable, after=join_sequence(mesh))
         for name in ("", *options.styles):  # parts may be called past the module
             attach(module.get_submodule(name), self._removable, after=_hook_outputs(_refuse_graph))
+        begins = options.blocks[0] if options.blocks else None
         for tell in options.told:
-            first = options.blocks[0] if options.blocks else None
-            tell(module, options.styles, mesh.get_local_rank(), mesh.size(), self._removable, first_block=first)
+            tell(module, options.styles, mesh.get_local_rank(), mesh.size(), self._removable, first_block=begins)
         self._units = TensorUnits(module, mesh, group, options, added_hooks(before))
         self.probes: tuple[Probe, ...] = (self._units,)
         if options.blocks:

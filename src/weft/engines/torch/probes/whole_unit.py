@@ -33,7 +33,8 @@ from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.messages import gathered
 from weft.tensors.nested import map_tensors, tensors
 
-_ALONE = ("gather", "vocab", "sequence", "replicate", "whole")  # parts of these styles give what they give by themselves
+# Parts of these styles give what they give by themselves.
+_ALONE = ("gather", "vocab", "sequence", "replicate", "whole")
 _COLUMNS, _ROWS = ("column", "ColwiseParallel"), ("row", "RowwiseParallel")
 _OF_FSDP = ("torch.distributed.fsdp", "weft.engines.torch.fsdp.own_parameters")
 BETWEEN_BLOCKS = "model, ctx = weft.tensor_parallel(..., sequence=False)"
