@@ -199,7 +199,9 @@ class SlicedSequences:
             everywhere = gather_places(self._ranks, hidden).cpu()
             is_noted = any(part_of(t) is not None for t in found)  # else it has to begin with the first place
             if given:  # a row that hides little, and one that begins with padding
-                chosen = torch.stack([everywhere.sum(1).argmin(), everywhere[:, : length // 2].sum(1).argmax()]).unique()
+                chosen = torch.stack(
+                    [everywhere.sum(1).argmin(), everywhere[:, : length // 2].sum(1).argmax()]
+                ).unique()
             else:
                 chosen, start = self._choose(everywhere, count, length, moves=is_noted)
 
