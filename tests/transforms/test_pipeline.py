@@ -257,6 +257,17 @@ def _frozen(ctx):
     return _fit(model, call, ctx, steps=1, epochs=1, optimizer=optimizer)
 
 
+def _stepped_in_backward(ctx):
+    model, ctx = weft.pipeline(_tied(4), ctx, loss=_loss, micro_batches=2)
+    model, ctx = weft.fully_shard(model, ctx)
+    with pytest.raises(OrderError, match="tied over stages"):
+        weft.step_in_backward(torch.optim.SGD(model.parameters(), 0.1), ctx)
+
+
+def test_steps_in_backward_of_copies_are_refused():
+    run_ranks(_stepped_in_backward, 2, mesh={"data": 1, "pipeline": 2})
+
+
 def test_frozen_tied_weights():
     _check(run_ranks(_frozen, 2, mesh={"pipeline": 2}), _frozen(weft.local()))
 

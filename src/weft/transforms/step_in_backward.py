@@ -17,6 +17,7 @@ from weft.engines.torch.steps.in_backward import BackwardStep, is_stepped_in_bac
 from weft.engines.torch.steps.swapped import check_elementwise
 from weft.errors import OrderError
 from weft.precision import PrecisionOffer
+from weft.sharding.stage_tensors import StageTensors
 from weft.tensors.dtensor import resting_parameters
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -93,6 +94,8 @@ def _reduced_in_backward(optimizer: torch.optim.Optimizer, ctx: DistContext) -> 
             _refuse("accumulate_grads, which keeps gradients over micro-batches", "accumulate_grads")
         if any(offer.precision.scaling is not None for offer in offered(module, PrecisionOffer)):
             _refuse("a loss scale, by which gradients are divided when backward has ended", "the policy of fp16")
+        if any(tensors.copies for tensors in offered(module, StageTensors)):
+            _refuse("weights that are tied over stages, whose gradients are made equal before a step", "pipeline")
         for sync in offered(module, GradSync):
             if isinstance(sync, Strategy):
                 found += [p for p in sync.reduced_in_backward() if id(p) in own]
