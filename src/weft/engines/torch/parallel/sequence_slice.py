@@ -108,7 +108,7 @@ class SlicedSequences:
     def _compare(
         self, name: str, args: Any, kwargs: Any, *, few: bool = False, given: bool = False
     ) -> Generator[Compared, None, bool]:
-        n, trains = self._ranks.number, torch.is_grad_enabled()
+        n, trains, fix = self._ranks.number, torch.is_grad_enabled(), _GIVEN if given else ""
         with torch.no_grad(), WithoutDropout() as observed, _without_fast_path():
             parts, whole, expected = self._whole(name, args, kwargs, few, given)
             is_loss = any(one.ndim == 0 and one.is_floating_point() for one in expected)
@@ -133,8 +133,7 @@ class SlicedSequences:
                 dist.all_reduce(mean, group=self.group)
                 mean /= n
                 nearest = mean if given else _nearest([mean, mean * n], other)
-                fix = _GIVEN if given else ""
-                yield Compared(f"{what}, over the ranks,", nearest, other, limit=limit, fix=fix)
+                yield Compared(f"{what}, over the ranks,", nearest, other, 0.0, limit, fix)
                 if trains and not given:  # gradients are averaged
                     # A sum that is divided by a number is a mean if that is a count per rank: n times as many in all.
                     right = _nearest([other, *(more[number] / n**2 for more in counted if len(more) > number)], mean)
@@ -142,7 +141,7 @@ class SlicedSequences:
                     yield Compared(text, mean, right, 0.0, limit, _MEAN, number)
             else:
                 wanted = [other] if at is None else _parts_of(other, one.shape, length, at)
-                yield Compared(what, one, _nearest(wanted, one), limit=limit, fix=_GIVEN if given else "")
+                yield Compared(what, one, _nearest(wanted, one), 0.0, limit, fix)
         return is_loss
 
     def _whole(self, name: str, args: Any, kwargs: Any, few: bool, given: bool) -> tuple[Any, Any, list[torch.Tensor]]:
