@@ -186,8 +186,10 @@ def test_copies_that_are_divided_have_one_gradient():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [_net, _tied])
-@pytest.mark.parametrize("strategy", ["replicate", "units", "fully_shard", 1, 2, 3])
+@pytest.mark.parametrize(
+    ("strategy", "make"),
+    [("replicate", _tied), ("units", _tied), ("fully_shard", _net), (1, _tied), (2, _net), (3, _tied)],
+)
 def test_strategies_over_the_data_axis(strategy, make):
     found = run_ranks(_windows, 4, strategy, 3, 5, make, mesh={"data": 2, "pipeline": 2})
     _check(found, _reference(3, 5, make))
