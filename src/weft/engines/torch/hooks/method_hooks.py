@@ -82,13 +82,6 @@ def call_routes(module: nn.Module, name: str) -> list[Callable[..., Any]]:
     return found
 
 
-def innermost(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function or method without what was attached around it."""
-    while isinstance(call, _Method):
-        call = call._call
-    return call
-
-
 def with_names(call: Callable[..., Any], names: Mapping[str, object]) -> Callable[..., Any]:
     """A copy of a function or method, and of its decorators, in which global names stand for something else.
 
