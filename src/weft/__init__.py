@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from weft.transforms.hooked import hooked
     from weft.transforms.keyed_dropout import keyed_dropout
     from weft.transforms.local_steps import local_steps
+    from weft.transforms.optimizers import optimizers
     from weft.transforms.pipeline import pipeline
     from weft.transforms.place import place
     from weft.transforms.recompute import recompute
@@ -170,6 +171,7 @@ __all__ = [
     "loss_scale",
     "main_first",
     "on_preemption",
+    "optimizers",
     "pipeline",
     "place",
     "plan_pipeline",

@@ -18,6 +18,7 @@ layout.py          where each parameter lies: what cuts it, who owns it, what it
 marks.py           what was applied to an object: the mark on it, and the record in the context
 module_checks.py   modules that a strategy cannot take
 select_modules.py  parts of a module by class, name, size or function
+name_table.py      what parts and parameters get by their names: the first pattern that fits
 
 [Note: how packages meet] What was applied is written in two places: a record in `ctx.applied`, which
 is a value, and a mark on the object, which holds what the transform offers to later ones. Offers

@@ -7,7 +7,7 @@ other is for the transform to decide: `select_apart` allows none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn, TypeAlias
 
@@ -80,17 +80,8 @@ def select_apart(what: str, module: nn.Module, chosen: Selection) -> dict[str, n
         ['0']
     """
     parts = select(what, module, chosen)
-    names = {id(part): name for name, part in parts.items()}
-    nested = [(names[id(q)], name) for name, part in parts.items() for q in part.modules() if id(q) in names]
-    nested = [(inner, outer) for inner, outer in nested if inner != outer]
-    if nested:
-        raise value_error(
-            f"{what}: chosen parts are nested",
-            found=listed(f"{inner!r} in {outer or 'the module itself'!r}" for inner, outer in nested),
-            expected="parts that do not contain each other: what is inside a part is treated with it",
-            fix=f'choose "{nested[0][1] or nested[0][0]}" or "{nested[0][0]}", not both',
-        )
-    uncalled = [name for name, part in parts.items() if not _has_forward(part)]
+    check_apart(what, parts, outer=parts)
+    uncalled = [name for name, part in parts.items() if not has_forward(part)]
     if uncalled:
         raise value_error(
             f"{what}: chosen parts are never called",
@@ -101,15 +92,38 @@ def select_apart(what: str, module: nn.Module, chosen: Selection) -> dict[str, n
     return parts
 
 
-def _has_forward(part: nn.Module) -> bool:
-    """A list of modules has none: it is never called, and nothing can be done around its call."""
+def check_apart(what: str, parts: Mapping[str, nn.Module], *, outer: Collection[str]) -> None:
+    """Raise if a part is inside another one.
+
+    Args:
+        what: The function that asks, for the text.
+        parts: By name.
+        outer: The names of those in which none may be.
+
+    Raises:
+        ValueError: One is.
+    """
+    names = {id(part): name for name, part in parts.items()}
+    nested = [(names[id(q)], name) for name in outer for q in parts[name].modules() if id(q) in names]
+    nested = [(inner, outer) for inner, outer in nested if inner != outer]
+    if nested:
+        raise value_error(
+            f"{what}: chosen parts are nested",
+            found=listed(f"{inner!r} in {outer or 'the module itself'!r}" for inner, outer in nested),
+            expected="parts that do not contain each other: what is inside a part is treated with it",
+            fix=f'choose "{nested[0][1] or nested[0][0]}" or "{nested[0][0]}", not both',
+        )
+
+
+def has_forward(part: nn.Module) -> bool:
+    """Whether it can be called; a list of modules has no forward, and nothing can be done around its call."""
     return type(part).forward is not nn.Module.forward
 
 
 def called_inside(name: str, part: nn.Module) -> str:
     """The pattern of what is called in a list of modules, or in a list of lists."""
     pattern, inner = f"{name}.*", list(part.children())
-    while inner and not any(map(_has_forward, inner)):
+    while inner and not any(map(has_forward, inner)):
         pattern, inner = f"{pattern}.*", [child for one in inner for child in one.children()]
     return pattern
 
@@ -173,7 +187,7 @@ def _smallest(what: str, parts: list[nn.Module], least: int) -> list[nn.Module]:
             expected="a module that has been called once (lazy modules get their shapes then)",
             fix=f"model(example_batch)  # before {what}",
         )
-    large = [part for part in parts if _has_forward(part) and sum(p.numel() for p in part.parameters()) >= least]
+    large = [part for part in parts if has_forward(part) and sum(p.numel() for p in part.parameters()) >= least]
     ids = set(map(id, large))
     return [part for part in large if not any(id(p) in ids for p in part.modules() if p is not part)]
 
@@ -192,7 +206,7 @@ def _said(choice: Any) -> str:
 def _raise_nothing(what: str, module: nn.Module, said: str) -> NoReturn:
     inner = [(name, part) for name, part in module.named_modules() if name]
     kinds = dict.fromkeys(type(part).__name__ for _, part in inner)
-    called = [(name, part) for name, part in inner if _has_forward(part)]
+    called = [(name, part) for name, part in inner if has_forward(part)]
     largest = max((sum(p.numel() for p in part.parameters()) for _, part in inner), default=0)
     raise value_error(
         f"{what}: no part of {type(module).__name__} is chosen by {said}",

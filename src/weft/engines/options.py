@@ -146,6 +146,7 @@ class ShardOptions(StrategyOptions):
             ranks in between.
         offload: Keep the shards in CPU memory between uses.
         ignored: Names of parameters that stay whole on every rank; their gradients are averaged.
+        reshard_units: The same for units by number where it is another; that of the module itself is `len(units)`.
         units: The parts that are gathered and freed together, inner ones first; a unit of several
             modules shares parameters. The module itself is the last unit and is not listed.
         other_meshes: Of units, by number; that of the module itself is `len(units)`.
@@ -156,6 +157,7 @@ class ShardOptions(StrategyOptions):
     """
 
     reshard_after_forward: bool | int = True
+    reshard_units: Mapping[int, bool | int] = field(default_factory=dict)
     offload: bool = False
     ignored: tuple[str, ...] = ()
     units: tuple[tuple[nn.Module, ...], ...] = field(default=(), compare=False)

@@ -23,6 +23,7 @@ from weft.engines.deepspeed.partition import Partition, PartitionOptions
 from weft.engines.options import Offload
 from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.hooks.every_optimizer import parameters_of
+from weft.engines.torch.compute.combined_optimizer import CombinedOptimizer
 from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.ledger import Ledger
@@ -176,7 +177,8 @@ def _check_trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     left_out = [name for name, p in trained.items() if id(p) not in held]
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in trained.values()})
     kind = type(optimizer)
-    known = is_elementwise(optimizer) or kind.__module__.startswith("deepspeed.")
+    one = not isinstance(optimizer, CombinedOptimizer)  # DeepSpeed steps by one class
+    known = (one and is_elementwise(optimizer)) or kind.__module__.startswith("deepspeed.")
     if any(offered(part, LossScale) for part in module.modules()):
         raise OrderError(
             "zero_partition: DeepSpeed cannot be combined with with_precision in fp16",

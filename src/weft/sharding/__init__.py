@@ -28,9 +28,11 @@ from weft.sharding.per_rank_dtensor import stacked_over
 from weft.sharding.reduce_module import reduce_module
 from weft.sharding.shard_checks import check_optimizers, groups_of, optimizers_in
 from weft.sharding.shard_module import exchange_parameters, shard_module, sharding_axes
+from weft.sharding.units import UnitChoice
 
 __all__ = [
     "TensorPlan",
+    "UnitChoice",
     "WeightSource",
     "broadcast_state",
     "check_optimizers",

@@ -22,7 +22,7 @@ from weft.engines import Spmd
 from weft.engines.options import StepMeshes
 from weft.engines.results import Undoable
 from weft.engines.torch.hooks.every_optimizer import parameters_of
-from weft.engines.torch.steps.swapped import is_elementwise
+from weft.engines.torch.steps.swapped import elementwise_groups, is_elementwise
 from weft.errors import ContractError, OrderError, value_error
 from weft.tensors.blocks import Block, block_at
 from weft.tensors.dtensor import is_sharded, local
@@ -80,14 +80,14 @@ def _check_divides_state(what: str, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext) -> Undoable:
+def _step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext, places: Sequence[int]) -> Undoable:
     check_ranks_send(
         "gather_step: by='owner'",
         ctx,
         "an engine whose ranks send tensors to each other",
         fix="optimizer, ctx = weft.gather_step(optimizer, ctx)",
     )
-    parameters = parameters_of(optimizer)
+    parameters = [p for place in places for p in optimizer.param_groups[place]["params"]]
     world = ctx.require_collective("gather_step")
     assert world.group is not None
 
@@ -96,35 +96,47 @@ def _step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext) -> Undoa
 
     from weft.engines.torch.steps.by_owner import OwnerStep  # noqa: PLC0415  (half a second of imports in torch)
 
-    return OwnerStep(optimizer, world.group, _blocks_of_ranks(parameters, ctx), share)
+    return OwnerStep(optimizer, world.group, _blocks_of_ranks(parameters, ctx), share, places)
 
 
 def step_in_parts(
     optimizer: torch.optim.Optimizer,
     ctx: DistContext,
     by: str,
-    elementwise: bool,
     mesh: DeviceMesh | None = None,
     others: StepMeshes | None = None,
+    *,
+    sparse: bool = False,
 ) -> Sequence[Undoable]:
     """Let an optimizer step on parameters in shards; by an engine that sees them whole, it does anyway.
 
     Args:
         optimizer: Over them.
         ctx: Its context.
-        by: "owner": on whole parameters, each on its owner; see `check_who_steps`.
-        elementwise: It steps on what this rank holds, else on whole parameters, one after the other.
+        by: Who steps on whole parameters, where an update of an element may depend on others: "all" ranks, on one
+            after the other, or "owner", each on its own; see `check_who_steps`. Other groups are stepped on by what
+            each rank holds.
         mesh: Over which the rows of whole parameters, and their state, are divided; None: they are not.
         others: The meshes of parameters that are sharded over other axes.
+        sparse: There are sparse gradients, of which no rank can take its rows.
     """
-    if by == "owner":
-        return (_step_by_owners(optimizer, ctx),)
-    if isinstance(ctx.engine, Spmd):
+    if isinstance(ctx.engine, Spmd) and by == "all":
         return ()
+    parts = [] if sparse else elementwise_groups(optimizer)
+    whole = [place for place in range(len(optimizer.param_groups)) if place not in parts]
     from weft.engines.torch.steps.full_params import WholeStep  # noqa: PLC0415  (half a second of imports in torch)
     from weft.engines.torch.steps.shards import PartitionedStep  # noqa: PLC0415  (as above)
 
-    return ((PartitionedStep if elementwise else WholeStep)(optimizer, mesh, others or {}),)
+    others = others or {}
+    found: list[Undoable] = []
+    if whole:  # comes first: in the step of the others, which is the optimizer's own, it hides the gradients of these
+        by_owner = by == "owner"
+        found.append(
+            _step_by_owners(optimizer, ctx, whole) if by_owner else WholeStep(optimizer, mesh, others, whole)
+        )
+    if parts:
+        found.append(PartitionedStep(optimizer, mesh, others, parts))
+    return found
 
 
 def _blocks_of_ranks(parameters: Iterable[torch.Tensor], ctx: DistContext) -> list[tuple[Block, ...]]:

@@ -42,7 +42,7 @@ from weft.sharding.shard_checks import (
     groups_of,
     reshard_of,
 )
-from weft.sharding.units import gather_dtypes, plan_units
+from weft.sharding.units import UnitChoice, gather_dtypes, plan_units
 
 
 def shard_module(
@@ -54,7 +54,7 @@ def shard_module(
     options: ShardOptions,
     *,
     rebind: Sequence[torch.optim.Optimizer] = (),
-    units: Selection | None = None,
+    units: UnitChoice | None = None,
     ignored: Selection | None = None,
     weights: WeightSource = None,
 ) -> Any:
@@ -95,6 +95,7 @@ def shard_module(
     options = replace(
         options,
         reshard_after_forward=reshard,
+        reshard_units={unit: reshard_of(what, ctx, axes, own) for unit, own in plan.reshard.items()},
         units=plan.units,
         ignored=plan.ignored,
         dtype=reduce_dtype(module),

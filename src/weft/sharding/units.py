@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from weft import torch_internals
 from weft.contract import offered
-from weft.contract.select_modules import Selection, called_inside, select
+from weft.contract.name_table import parts_by_name
+from weft.contract.select_modules import Selection, called_inside, has_forward, select
 from weft.errors import ContractError, listed, value_error
 from weft.precision import LOW, PrecisionOffer
 from weft.sharding.layouts_over_axes import Dims
+
+UnitChoice: TypeAlias = Selection | Mapping[str, bool | int | None]
 
 _LARGE = 2**20  # parameters of a layer that is worth a unit, and messages, of its own
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -28,23 +31,25 @@ class UnitPlan(NamedTuple):
         names: Theirs.
         unit_of: The number of the unit of each parameter that is sharded, by name; `len(units)`: the module's own.
         ignored: Names of the parameters that stay whole.
+        reshard: `reshard_after_forward` of units for which it was said, by number.
     """
 
     units: tuple[tuple[nn.Module, ...], ...]
     names: list[list[str]]
     unit_of: Mapping[str, int]
     ignored: tuple[str, ...]
+    reshard: Mapping[int, bool | int]
 
 
 def plan_units(
-    what: str, module: nn.Module, chosen: Selection | None, ignored: Selection | None, others: Mapping[str, Dims]
+    what: str, module: nn.Module, chosen: UnitChoice | None, ignored: Selection | None, others: Mapping[str, Dims]
 ) -> UnitPlan:
     """Choose the units of a module.
 
     Args:
         what: Name of the transform, for errors.
         module: Whose.
-        chosen: The units that the user has chosen.
+        chosen: The units that the user has chosen, or a table of what `reshard_after_forward` is in each.
         ignored: Parts that stay whole.
         others: The axes of the parameters that are sharded over other ones than most, by name; () if over none.
 
@@ -53,6 +58,10 @@ def plan_units(
         ContractError: Parameters of one part are to be sharded over different axes.
     """
     whole = _ignored_in(what, module, ignored, [name for name, own in others.items() if not own])
+    reshard: dict[nn.Module, bool | int] = {}
+    if isinstance(chosen, Mapping):
+        parts = {part: value for part, value in parts_by_name(what, module, chosen).values() if value is not None}
+        chosen, reshard = list(parts), dict(parts)
     units = _units_of(what, module, chosen, _parts_apart(what, module, others, whole))
     number = {id(part): place for place, unit in enumerate((*units, (module,))) for part in unit}
     owner = _owner_units(module, [part for unit in units for part in unit])
@@ -67,6 +76,7 @@ def plan_units(
         [[names[id(part)] for part in unit] for unit in units],
         {name: found[id(p)] for name, p in module.named_parameters() if name not in whole},
         whole,
+        {number[id(part)]: value for part, value in reshard.items() if id(part) in number},
     )
 
 
@@ -91,7 +101,7 @@ def _units_of(
     else:
         found = select(what, module, chosen)
         parts = [part for part in found.values() if part is not module]
-        uncalled = [name for name, part in found.items() if not _has_forward(part)]
+        uncalled = [name for name, part in found.items() if not has_forward(part)]
         if uncalled:
             raise value_error(
                 f"{what}: units are never called",
@@ -138,7 +148,7 @@ def _parts_apart(
         own = {name: kinds.get(name) for name, _ in part.named_parameters(prefix) if name not in besides}
         if not any(own.values()):
             return
-        if len(set(own.values())) == 1 and (_has_forward(part) or part is module):
+        if len(set(own.values())) == 1 and (has_forward(part) or part is module):
             found.append(part)
             return
         mixed = [name for name, _ in part.named_parameters(prefix, recurse=False) if name in own]
@@ -154,10 +164,6 @@ def _parts_apart(
 
     visit(module, "")
     return found
-
-
-def _has_forward(part: nn.Module) -> bool:
-    return type(part).forward is not nn.Module.forward
 
 
 def _is_inside(part: nn.Module, outer: nn.Module) -> bool:
@@ -195,7 +201,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     def visit(part: nn.Module) -> None:
         children = list(part.children())
         if isinstance(part, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            chosen = [child for child in children if any(True for _ in child.children()) and _has_forward(child)]
+            chosen = [child for child in children if any(True for _ in child.children()) and has_forward(child)]
             if len(chosen) > 1:
                 blocks.extend(chosen)
                 children = [child for child in children if not any(child is one for one in chosen)]

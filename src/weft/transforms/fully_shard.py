@@ -17,7 +17,7 @@ from weft.contract import Phase, layouts, transform
 from weft.contract.select_modules import Selection
 from weft.engines.options import ShardOptions
 from weft.engines.torch.reducing.replica_average import ReplicaAverage
-from weft.sharding import WeightSource, optimizers_in, shard_module, sharding_axes
+from weft.sharding import UnitChoice, WeightSource, optimizers_in, shard_module, sharding_axes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -27,7 +27,7 @@ def fully_shard(
     module: M,
     ctx: DistContext,
     *,
-    units: Selection | None = None,
+    units: UnitChoice | None = None,
     axis: str | Sequence[str] | None = None,
     reshard_after_forward: bool | int = True,
     rebind: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
@@ -68,7 +68,9 @@ def fully_shard(
             parts with so many parameters, a function of name and module, modules, or several of
             these. Parts that share a parameter become one unit. Default: the blocks that stand in
             a `ModuleList` or `Sequential`, and large single layers outside them. What is in no
-            unit belongs to the module's own. All ranks have to call the same units, in one order.
+            unit belongs to the module's own. All ranks have to call the same units, in one order. Or a table of what
+            `reshard_after_forward` is in each, `{"blocks.0": False, "blocks.*": True}`; None: no unit, "*": the
+            module's own; see `weft.contract.name_table`.
         axis: Mesh axis to shard over; two axes (replica, shard): shard over the second and replicate over the first.
             Default: the data axes, at most two; axes along which a batch is split (`context_parallel`), or along which
             some parameters are already sharded (`expert_parallel`), are joined to the last one.

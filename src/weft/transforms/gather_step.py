@@ -9,7 +9,6 @@ import torch
 from weft.checks import check_choice, check_optimizer
 from weft.context import DistContext
 from weft.contract import Part, Phase, transform
-from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContractError
 from weft.sharding import check_who_steps, step_in_parts
 
@@ -79,4 +78,4 @@ def gather_step(optimizer: O, ctx: DistContext, *, by: Literal["all", "owner"] =
         return optimizer, ctx
     shapes = [[list(p.shape) for p in entry["params"]] for entry in optimizer.param_groups]
     ctx.agree("gather_step", {"by": by, **({"parameters": shapes} if by == "owner" else {})})
-    return optimizer, ctx.offering(*step_in_parts(optimizer, ctx, by, is_elementwise(optimizer)))
+    return optimizer, ctx.offering(*step_in_parts(optimizer, ctx, by))

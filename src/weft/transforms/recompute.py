@@ -5,7 +5,7 @@ Arguments, the choice of blocks and the agreement of the ranks are here; the sec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import nn
@@ -14,7 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from weft.checks import check_choice, check_count
 from weft.context import DistContext
 from weft.contract import Part, Phase, transform
-from weft.contract.select_modules import Selection, select_apart
+from weft.contract.name_table import parts_by_name
+from weft.contract.select_modules import Selection, check_apart, select_apart
 from weft.engines.options import RecomputeOptions
 from weft.engines.torch.compute.activation_checkpoint import already_recomputed, saved_ops
 from weft.errors import AlreadyApplied, listed, type_error
@@ -29,7 +30,7 @@ def recompute(
     module: M,
     ctx: DistContext,
     *,
-    blocks: Selection,
+    blocks: Selection | Mapping[str, Sequence[Op] | Policy | bool | None],
     every: int = 1,
     save: Sequence[Op] | Policy = (),
     keep_rng: bool = True,
@@ -57,7 +58,8 @@ def recompute(
         ctx: The current context.
         blocks: The blocks: a class, a pattern of names ("layers.*"), a number of parameters, a
             function (name, part) -> bool, parts, or several of these; see `weft.contract.select_modules`. None
-            inside another.
+            inside another. Or a table, `{"blocks.*.attn": ["matmul"], "blocks.*.mlp": True}`, of what to `save` in
+            each; True is `save` as given, False or None is no block; see `weft.contract.name_table`.
         every: Of the chosen blocks, in the order of the module, take the first and then each
             `every`-th: 2 halves both savings and cost.
         save: Results that are kept and not computed again: operations such as
@@ -93,9 +95,14 @@ def recompute(
     """
     _check_options(every, determinism_check)
     _check_new(module, ctx)
-    taken = dict(list(select_apart("recompute", module, blocks).items())[::every])
+    saved: dict[str, Any] = {}
+    if isinstance(blocks, Mapping):
+        chosen, saved = _in_table(module, blocks)
+    else:
+        chosen = select_apart("recompute", module, blocks)
+    taken = dict(list(chosen.items())[::every])
     options = RecomputeOptions(
-        save=save if callable(save) else saved_ops(_listed_ops(save)),
+        save=_ops(save),
         keep_rng=keep_rng,
         determinism_check=determinism_check,
         early_stop=early_stop,
@@ -104,7 +111,25 @@ def recompute(
     )
     # What is inside a block may communicate, and then all ranks have to do it again.
     ctx.agree("recompute", {"blocks": list(taken), "keep_rng": keep_rng, "early_stop": early_stop})
-    return module, ctx.offering(ctx.engine.recompute(taken, options))
+    own = [name for name in taken if saved.get(name, True) is not True]
+    groups = [({name: taken[name]}, options._replace(save=_ops(saved[name]))) for name in own]
+    rest = {name: part for name, part in taken.items() if name not in own}
+    groups += [(rest, options)] if rest else []
+    return module, ctx.offering(*(ctx.engine.recompute(*group) for group in groups))
+
+
+def _in_table(
+    module: nn.Module, table: Mapping[str, Sequence[Op] | Policy | bool | None]
+) -> tuple[dict[str, nn.Module], dict[str, Sequence[Op] | Policy | Literal[True]]]:
+    """The blocks of a table, and what is saved in each."""
+    found = parts_by_name("recompute", module, table)
+    saved = {name: value for name, (_, value) in found.items() if value is not None and value is not False}
+    check_apart("recompute", {name: part for name, (part, _) in found.items()}, outer=saved)
+    return {name: found[name][0] for name in saved}, saved
+
+
+def _ops(save: Sequence[Op] | Policy) -> Any:
+    return save if callable(save) else saved_ops(_listed_ops(save))
 
 
 def _check_options(every: int, determinism_check: str) -> None:

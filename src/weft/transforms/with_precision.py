@@ -5,7 +5,7 @@ Casts, autocast and the fp16 scale are the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from weft.checks import check_module
 from weft.context import DistContext
 from weft.context.placement import check_place, place_module
 from weft.contract import Part, Phase, check_methods, offered, transform
+from weft.contract.name_table import parts_by_name
 from weft.engines import Spmd
 from weft.engines.options import CastOptions
 from weft.engines.torch.amp.autocast import PreciseModule
@@ -29,7 +30,11 @@ M = TypeVar("M", bound=nn.Module)
 
 @transform(phase=Phase.PREPARE, changes=Part.PARAMETERS | Part.FORWARD, collective=True)
 def with_precision(
-    module: M, ctx: DistContext, policy: PolicyName | Precision, *, methods: Sequence[str] = ()
+    module: M,
+    ctx: DistContext,
+    policy: PolicyName | Precision | Mapping[str, PolicyName | Precision],
+    *,
+    methods: Sequence[str] = (),
 ) -> tuple[M, DistContext]:
     """Compute a module in a chosen precision.
 
@@ -41,7 +46,7 @@ def with_precision(
     Policies: "bf16", "fp16": float32 parameters, 16-bit computation, float32 outputs; "fp8": as "fp32", but linear
     layers whose dimensions are both multiples of 16 multiply in 8 bits (`fp8_layers` and `explain` list them); "fp32",
     "fp64", "bf16-true", "fp16-true": everything in that dtype; or a `Precision`. A submodule may have its own policy,
-    set before or after that of the whole module.
+    set before or after that of the whole module; or all of them come in one table, by name.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018; `torch.autocast`.
 
@@ -52,7 +57,9 @@ def with_precision(
     Args:
         module: Any module.
         ctx: The current context.
-        policy: See above.
+        policy: See above. Or a table of them, `{"*norm*": "fp32", "*": "bf16"}`: the first pattern that fits a part
+            decides about it and what is inside, "*" about the module itself; see `weft.contract.name_table`. Parts that
+            no pattern fits stay as they are.
         methods: Methods of the module besides forward to treat alike.
 
     Returns:
@@ -63,7 +70,7 @@ def with_precision(
         OrderError: After `replicate` or another strategy.
         ValueError: Unknown policy, or one that the device or the module cannot do: trained fp16
             parameters or two loss scales on one parameter, a list of modules without forward,
-            parameters without a shape that would have to be cast.
+            parameters without a shape that would have to be cast. A pattern of a table fits no part.
         TypeError: `module` is not a module, or `policy` no policy.
         ContextError: The ranks ask for different policies.
 
@@ -77,17 +84,41 @@ def with_precision(
     if isinstance(module, torch.optim.Optimizer):
         instead = "optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)"
     check_module("with_precision", module, fix=instead)
-    return _on_module(module, ctx, named_policy(policy), tuple(methods))
+    if not isinstance(policy, Mapping):
+        return _on_module(module, ctx, named_policy(policy), tuple(methods))
+    found = parts_by_name("with_precision", module, policy)
+    table = {name: (part, named_policy(value)) for name, (part, value) in found.items()}
+    check_methods("with_precision", module, methods)
+    scaled: list[nn.Module] = []
+    for part, precision in table.values():  # all are checked before anything is changed
+        _check(part, ctx, precision, tuple(methods) if part is module else (), scaled)
+        scaled += [part] if precision.scaling else []
+    if not is_meta(module):
+        place_module("with_precision", module, ctx)
+    for part, precision in reversed(table.values()):  # inner parts first: what holds them leaves those alone
+        if part is not module:
+            _, ctx = with_precision(part, ctx, precision)
+    return _on_module(module, ctx, table[""][1], tuple(methods)) if "" in table else (module, ctx)
 
 
-def _on_module(module: M, ctx: DistContext, precision: Precision, methods: tuple[str, ...]) -> tuple[M, DistContext]:
+def _check(
+    module: nn.Module,
+    ctx: DistContext,
+    precision: Precision,
+    methods: tuple[str, ...],
+    scaled: Sequence[nn.Module] = (),
+) -> None:
     check_methods("with_precision", module, methods)
     _check_device(precision, ctx)
     _check_callable(module, precision, methods)
     _check_castable(module, precision)
     _check_scalable(module, precision)
-    _check_one_scale(module, precision, ctx)
+    _check_one_scale(module, precision, ctx, scaled)
     _check_products(module, precision, ctx)
+
+
+def _on_module(module: M, ctx: DistContext, precision: Precision, methods: tuple[str, ...]) -> tuple[M, DistContext]:
+    _check(module, ctx, precision, methods)
     on_meta = is_meta(module)
     if not on_meta:  # else it is put in place when it is made real
         check_place("with_precision", module, ctx)
@@ -180,15 +211,20 @@ def _check_products(module: nn.Module, precision: Precision, ctx: DistContext) -
         )
 
 
-def _check_one_scale(module: nn.Module, precision: Precision, ctx: DistContext) -> None:
+def _check_one_scale(
+    module: nn.Module, precision: Precision, ctx: DistContext, scaled: Sequence[nn.Module]
+) -> None:
     """Two scales on one gradient would multiply: it would overflow."""
     if precision.scaling is None:
         return
     others = [ref() for record in ctx.applied if record.name == "with_precision" for ref in record.refs]
     scaled = [
-        other
-        for other in (*module.modules(), *others)
-        if isinstance(other, nn.Module) and any(offer.precision.scaling for offer in offered(other, PrecisionOffer))
+        *scaled,
+        *(
+            other
+            for other in (*module.modules(), *others)
+            if isinstance(other, nn.Module) and any(offer.precision.scaling for offer in offered(other, PrecisionOffer))
+        ),
     ]
     taken = {id(p): type(other).__name__ for other in scaled for p in other.parameters()}
     names = [f"{name} (of {taken[id(p)]})" for name, p in module.named_parameters() if id(p) in taken]

@@ -14,12 +14,11 @@ from weft.checks import check_choice, check_module, check_optimizer
 from weft.context import DistContext
 from weft.context.sub_contexts import mesh_along
 from weft.contract import Phase, check_methods, check_strategy_module, layouts, reduce_dtype, transform
-from weft.contract.select_modules import Selection
 from weft.engines.options import Offload, ReduceOptions, ShardOptions
 from weft.engines.torch.reducing.buckets import sparse_gradients
-from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContractError, listed, value_error
 from weft.sharding import (
+    UnitChoice,
     check_who_steps,
     groups_of,
     reduce_module,
@@ -45,7 +44,7 @@ def zero_partition(
     by: Literal["all", "owner"] = "all",
     engine: Literal["torch", "deepspeed"] = "torch",
     axis: str | Sequence[str] | None = None,
-    units: Selection | None = None,
+    units: UnitChoice | None = None,
     unused: Literal["error", "zero"] = "error",
     buffers: Literal["broadcast", "local"] = "broadcast",
     bucket_bytes: int = 25 * 2**20,
@@ -168,7 +167,7 @@ def zero_partition(
         )
         if sharded is None:
             return module, optimizer, ctx
-        return module, optimizer, ctx.offering(sharded, *step_in_parts(optimizer, ctx, by, is_elementwise(optimizer)))
+        return module, optimizer, ctx.offering(sharded, *step_in_parts(optimizer, ctx, by))
     if units is not None:
         raise value_error(
             "zero_partition: units have no effect in stage 1",
@@ -192,9 +191,9 @@ def zero_partition(
     ctx = ctx if reduced is None else ctx.offering(reduced)
     if ctx.on(flat).world_size == 1:
         return module, optimizer, ctx
-    elementwise = is_elementwise(optimizer) and not sparse_gradients(module)
     mesh, others = mesh_along(ctx, axes[-1:]), step_meshes(module, found, ctx, axes[-1:])
-    return module, optimizer, ctx.offering(*step_in_parts(optimizer, ctx, by, elementwise, mesh, others))
+    sparse = bool(sparse_gradients(module))
+    return module, optimizer, ctx.offering(*step_in_parts(optimizer, ctx, by, mesh, others, sparse=sparse))
 
 
 def _check_for_deepspeed_alone(stage: int, offload: Offload, config: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -15,6 +15,7 @@ from weft.checkpoint.format.transfer import Transfer, read_blocks
 from weft.checks import check_module
 from weft.collectives.on_all_ranks import on_all
 from weft.context import Applied, DistContext
+from weft.contract.name_table import patterns_by_name
 from weft.contract.select_modules import fits_pattern
 from weft.errors import OrderError, listed, value_error
 from weft.peers.pretended import check_not_pretended
@@ -32,7 +33,7 @@ Scheme = Literal["nf4", "fp4", "int8", "float8"]
 def quantized(
     module: M,
     ctx: DistContext,
-    scheme: Scheme,
+    scheme: Scheme | Mapping[str, Scheme | None],
     *,
     weights: str | Path | None = None,
     skip: Sequence[str] | None = None,
@@ -55,7 +56,9 @@ def quantized(
     Args:
         module: With values, or on meta with `weights`.
         ctx: The current context.
-        scheme: "nf4" or "fp4": 4 bits, in blocks of 64. "int8" or "float8": 8 bits, a scale for each row.
+        scheme: "nf4" or "fp4": 4 bits, in blocks of 64. "int8" or "float8": 8 bits, a scale for each row. Or a table of
+            them by name, `{"*.mlp": "nf4", "*.attn.*": "int8"}`: the first pattern that fits a layer, or something that
+            it is in, decides; None, or no pattern: it stays as it is. See `weft.contract.name_table`.
         weights: A `.safetensors` file, an index, a folder or a checkpoint, as for `load_weights`.
         skip: Layers that stay as they are: names, of which any part may match ("lm_head"), or patterns
             ("layers.*.mlp.**"). Default: none; in models of transformers, those that it does not quantize either: the
@@ -90,58 +93,78 @@ def quantized(
     check_module("quantized", module, fix='model, ctx = weft.quantized(model, ctx, "nf4")')
     check_not_pretended("quantized: making weights of few bits", ctx.world.group, "weft estimate MODEL  # int8, int4")
     compute = floating_dtype("quantized", dtype)
-    how = on_all("quantized", ctx, lambda: quantizer(scheme, engine, double=double))
-    layers = on_all("quantized", ctx, lambda: _chosen(module, ctx, scheme, skip, weights))
+    schemes = [one for one in scheme.values() if one is not None] if isinstance(scheme, Mapping) else [scheme]
+    known = on_all("quantized", ctx, lambda: {one: quantizer(one, engine, double=double) for one in schemes})
+    chosen = on_all("quantized", ctx, lambda: _chosen(module, ctx, scheme, skip, weights))
+    layers = {name: layer for name, (layer, _) in chosen.items()}
+    how = {name: known[own] for name, (_, own) in chosen.items()}
+    engines = sorted({one.engine for one in known.values()})
     ctx.agree(
         "quantized",
-        {"scheme": scheme, "engine": how.engine, "layers": list(layers), "dtype": str(dtype), "double": double},
+        {
+            "scheme": {name: own for name, (_, own) in chosen.items()},
+            "engine": engines,
+            "layers": list(layers),
+            "dtype": str(dtype),
+            "double": double,
+        },
     )
     if weights is None:
         on_all("quantized", ctx, lambda: _swap(module, layers, None, how, compute, ctx))
     else:
         _load(module, layers, Path(weights), how, compute, ctx)
-    for name in how.flags:
+    for name in {flag for one in known.values() for flag in one.flags}:
         setattr(module, name, True)  # PEFT asks for them, and chooses its kind of layer by them
     record = Applied(
         name="quantized",
-        options=(("scheme", scheme), ("engine", how.engine), ("layers", str(len(layers)))),
+        options=(("scheme", listed(dict.fromkeys(schemes))), ("engine", listed(engines)), ("layers", str(len(layers)))),
         targets=(type(module).__name__,),
     )
     return module, replace(ctx, applied=(*ctx.applied, record))
 
 
 def _chosen(
-    module: nn.Module, ctx: DistContext, scheme: str, skip: Sequence[str] | None, weights: object
-) -> dict[str, nn.Linear]:
-    """The layers to be quantized, by name."""
+    module: nn.Module,
+    ctx: DistContext,
+    scheme: str | Mapping[str, Scheme | None],
+    skip: Sequence[str] | None,
+    weights: object,
+) -> dict[str, tuple[nn.Linear, str]]:
+    """The layers to be quantized, by name, each with its scheme."""
+    line = f"model, ctx = weft.quantized(model, ctx, {scheme!r:.60})"
     if ctx.records(module):
         raise OrderError(
             f"quantized: {type(module).__name__} is under {listed(record.name for record in ctx.records(module))}",
             found="parameters that are already replicated, sharded or watched",
             expected="quantized, adapters, then the strategy",
-            fix=f'model, ctx = weft.quantized(model, ctx, "{scheme}")  # before the transforms',
+            fix=f"{line}  # before the transforms",
         )
     if quantized_parts(module):
         raise OrderError(
             f"quantized: {type(module).__name__} is already quantized",
             found=listed(quantized_parts(module)),
             expected="weights of full precision",
-            fix=f'model, ctx = weft.quantized(model, ctx, "{scheme}")  # once, for all layers',
+            fix=f"{line}  # once, for all layers",
         )
     if weights is None and any(p.is_meta for p in module.parameters()):
         raise value_error(
             f"quantized: {type(module).__name__} is on meta",
             found="parameters without values",
             expected="weights to read",
-            fix=f'model, ctx = weft.quantized(model, ctx, "{scheme}", weights="model.safetensors")',
+            fix=f'{line[:-1]}, weights="model.safetensors")',
         )
     kept = _kept(module) if skip is None else set()
     linear = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
     idle = [pattern for pattern in skip or () if not any(_fits(name, pattern) for name, _ in module.named_modules())]
+    table: Mapping[str, str | None] = scheme if isinstance(scheme, Mapping) else {"*": scheme}
+    of = patterns_by_name("quantized", module.named_modules(remove_duplicate=False), table)
+    schemes = {name: table[of[id(part)]] for name, part in linear.items() if id(part) in of}
     chosen = {
         name: part
         for name, part in linear.items()
-        if part not in kept and not any(_fits(name, pattern) for pattern in skip or ())
+        if schemes.get(name) is not None
+        and part not in kept
+        and not any(_fits(name, pattern) for pattern in skip or ())
     }
     if not chosen or idle:
         raise value_error(
@@ -158,7 +181,7 @@ def _chosen(
             expected="layers with weights of their own",
             fix=f"skip={tuple(shared)!r}",
         )
-    return chosen
+    return {name: (part, str(schemes[name])) for name, part in chosen.items()}
 
 
 def _kept(module: nn.Module) -> set[nn.Module]:
@@ -189,7 +212,7 @@ def _load(
     module: nn.Module,
     layers: dict[str, nn.Linear],
     path: Path,
-    how: Quantizer,
+    how: Mapping[str, Quantizer],
     compute: torch.dtype | None,
     ctx: DistContext,
 ) -> None:
@@ -224,7 +247,7 @@ def _swap(
     module: nn.Module,
     layers: dict[str, nn.Linear],
     source: WeightFiles | None,
-    how: Quantizer,
+    how: Mapping[str, Quantizer],
     compute: torch.dtype | None,
     ctx: DistContext,
 ) -> None:
@@ -239,7 +262,7 @@ def _swap(
         else:
             weight = _read(source, f"{name}.weight", dtype)
             bias = None if layer.bias is None else _read(source, f"{name}.bias", dtype)
-        made = how.quantize(weight, bias, dtype, ctx.device)
+        made = how[name].quantize(weight, bias, dtype, ctx.device)
         made.train(layer.training)
         for parameter in made.parameters():
             parameter.requires_grad = False

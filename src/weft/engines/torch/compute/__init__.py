@@ -4,6 +4,7 @@ activation_checkpoint.py  activations computed again in backward
 compile_module.py         torch.compile in place
 sync_batch_norm.py        batch statistics over all ranks
 grad_norm.py              the norm of gradients in shards, and clipping
+combined_optimizer.py     several optimizers as one
 ema.py                    averages of weights, shard by shard
 layer_flops.py            the operations of layers in one forward, counted without computing
 

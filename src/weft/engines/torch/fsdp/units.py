@@ -43,11 +43,12 @@ class Units:
     def __init__(self, module: nn.Module, mesh: DeviceMesh, options: ShardOptions, removable: Removable) -> None:
         for number, unit in enumerate((*options.units, (module,))):
             other = options.other_meshes.get(number)
+            reshard = options.reshard_units.get(number, options.reshard_after_forward)
             if other is None:
-                _shard_unit(unit, module, mesh, options, removable)
+                _shard_unit(unit, module, mesh, replace(options, reshard_after_forward=reshard), removable)
             else:
                 # A number of ranks to stay sharded over is one of the others' mesh.
-                own = replace(options, reshard_after_forward=bool(options.reshard_after_forward))
+                own = replace(options, reshard_after_forward=bool(reshard))
                 _shard_unit(unit, module, other.mesh, own, removable)
                 for part in cast("tuple[FSDPModule, ...]", unit):
                     part.set_gradient_divide_factor(other.divide)

@@ -8,7 +8,7 @@ with the owner, whole, in whatever form the optimizer gives it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -121,6 +121,7 @@ class OwnerStep(SwappedStep):
         group: dist.ProcessGroup,
         blocks: Sequence[tuple[Block, ...]],
         share: Callable[[Any, int], Any],
+        places: Collection[int] | None = None,
     ) -> None:
         """Hang it on. Collectives: if there is state in shards, which is made whole.
 
@@ -129,17 +130,21 @@ class OwnerStep(SwappedStep):
             group: All ranks that hold them.
             blocks: What each rank of it holds, parameter by parameter.
             share: Gives all ranks a nested value of one of them.
+            places: Of the groups that are stepped on here, whose parameters have owners; None: all.
         """
+        self._at = None if places is None else frozenset(places)
         self._group: dist.ProcessGroup | None = group
         self._rank = dist.get_rank(group)
         self._share = share
-        self._held = [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
-        parameters = parameters_of(optimizer)
+        groups = self._groups(optimizer)
+        self._held = [[id(p) for p in parameters] for parameters in groups]
+        parameters = [p for one in groups for p in one]
         self._every = assign_owners(parameters, blocks, dist.get_world_size(group))
         self._rounds = owner_rounds(self._every, dist.get_world_size(group))
-        self._places = [place for place, entry in enumerate(optimizer.param_groups) for _ in entry["params"]]
-        self._mine = {id(one.parameter) for one in self._every if one.owner == self._rank}
-        super().__init__(optimizer)
+        self._places = [place for place, one in enumerate(groups) for _ in one]
+        others = {id(one.parameter) for one in self._every if one.owner != self._rank}
+        self._mine = {id(p) for p in parameters_of(optimizer)} - others
+        super().__init__(optimizer, places)
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether this rank keeps the state of a parameter."""

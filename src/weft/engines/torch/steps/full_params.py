@@ -8,7 +8,7 @@ other, stepped as in one process, and cut again. State of the parameter's shape 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from weft.checks import is_of
 from weft.engines.options import StepMeshes
+from weft.engines.torch.compute.combined_optimizer import kinds_of
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.state_layout import state_layout
 from weft.engines.torch.steps.swapped import Groups, SwappedStep, is_elementwise, step_hooks
@@ -32,22 +33,29 @@ _LOOK_AT_WHOLE = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
 class WholeStep(SwappedStep):
     """The hooks on one optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        mesh: DeviceMesh | None,
+        others: StepMeshes,
+        places: Collection[int] | None = None,
+    ) -> None:
         """Hang it on.
 
         Args:
             optimizer: Over plain or sharded parameters.
             mesh: State of plain parameters is cut over it between steps; None: it stays whole.
             others: Parameters for which that is otherwise.
+            places: Of the groups that are stepped on here; None: all.
         """
         self._others = others
         self._mesh = mesh
-        super().__init__(optimizer)
+        super().__init__(optimizer, places)
 
     def undo(self) -> None:
         """Take the hooks off. State of plain parameters is made whole: one all-gather per tensor."""
         optimizer = self._unhook()
-        for parameter, state in optimizer.state.items() if optimizer is not None else ():
+        for parameter, state in self._states(optimizer):
             if not isinstance(parameter, DTensor) or parameter in self._others:
                 state.update(map_tensors(functools.partial(_joined, parameter=parameter), dict(state)))
 
@@ -55,15 +63,22 @@ class WholeStep(SwappedStep):
         """Whether the optimizer has stepped without these hooks: its state is whole, which is cut here."""
         return any(
             value.dim() and value.shape == p.shape and not isinstance(value, DTensor)
-            for p, state in optimizer.state.items()
+            for p, state in self._states(optimizer)
             if self._others.get(cast("nn.Parameter", p), (self._mesh, None))[0] is not None
             for value in tensors(dict(state))
         )
 
+    def _states(self, optimizer: torch.optim.Optimizer | None) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """The parameters that are stepped on here and have state, with it."""
+        if optimizer is None:
+            return []
+        held = [p for parameters in self._groups(optimizer) for p in parameters]
+        return [(p, optimizer.state[p]) for p in held if p in optimizer.state]
+
     @override
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep only this rank's part of state that already exists."""
-        for parameter, state in optimizer.state.items():
+        for parameter, state in self._states(optimizer):
             state.update(self._cut(state, parameter))
 
     @override
@@ -130,7 +145,8 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
     """
     if is_elementwise(optimizer):
         return  # steps on what this rank holds; see `one_kind.py`
-    kind: Any = type(optimizer)  # mypy does not know that a class has a hash
+    kinds: list[Any] = kinds_of(optimizer)  # mypy does not know that a class has a hash
+    kind = next((one for one in kinds if _problem_of(one)), kinds[0])
     problem = _problem_of(kind)
     if problem is None and any(_is_uneven(p) for p in parameters_of(optimizer)):
         problem = "cannot step on complex shards that differ in size: torch would lose its steps"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weft import torch_internals
-from weft.engines.torch.steps.swapped import plain_step
+from weft.engines.torch.compute.combined_optimizer import plain_step
 from weft.errors import ContractError, OrderError
 from weft.tensors.dtensor import is_sharded
 

@@ -12,7 +12,7 @@ update of an element depends on that element alone; see `WholeStep` for the othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -232,14 +232,22 @@ class PartitionedStep(StepsOnOthers):
 
     by_request = True
 
-    def __init__(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        mesh: DeviceMesh | None,
+        others: StepMeshes,
+        places: Collection[int] | None = None,
+    ) -> None:
         """Hang it on.
 
         Args:
             optimizer: Over plain or sharded parameters.
             mesh: The rows of plain parameters are shared out over it; None: each rank steps on all of them.
             others: Parameters for which that is otherwise.
+            places: Of the groups that are stepped on here; None: all.
         """
+        self._at = None if places is None else frozenset(places)
         self._released = False
         self._mesh, self._others = mesh, others
         self._parts: list[list[ParameterShard | None]] = []
@@ -280,7 +288,10 @@ class PartitionedStep(StepsOnOthers):
 
     def _take_groups(self, optimizer: torch.optim.Optimizer) -> None:
         self._held = _ids(optimizer)
-        self._parts = [[self._part_of(p) for p in entry["params"]] for entry in optimizer.param_groups]
+        self._parts = [
+            [self._part_of(p) if self._at is None or at in self._at else None for p in entry["params"]]
+            for at, entry in enumerate(optimizer.param_groups)
+        ]
 
     def _part_of(self, parameter: nn.Parameter) -> ParameterShard | None:
         """What is stepped on in the place of a parameter; None: itself."""

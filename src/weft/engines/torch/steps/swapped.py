@@ -7,12 +7,13 @@ each part, and after the optimizer's own step, which finds no gradients, so that
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from weft import torch_internals
+from weft.engines.torch.compute.combined_optimizer import kinds_of, plain_step
 from weft.errors import ContractError, value_error
 
 Groups = Sequence[Sequence[torch.Tensor]]
@@ -76,7 +77,15 @@ class StepsOnOthers:
 class SwappedStep(StepsOnOthers):
     """The hooks on one optimizer; who inherits says in `_step_parts` what is stepped on."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, places: Collection[int] | None = None) -> None:
+        """Hang it on.
+
+        Args:
+            optimizer: Whose.
+            places: Of the groups that are stepped on here; those of others are left to the optimizer's own step. None:
+                all.
+        """
+        self._at = None if places is None else frozenset(places)
         super().__init__(optimizer, self._on_step, self._after_step, self._take_state)
         self._step = plain_step(optimizer)
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -91,6 +100,11 @@ class SwappedStep(StepsOnOthers):
     def _step_parts(self, optimizer: torch.optim.Optimizer, groups: Groups) -> None:
         """Step on everything, part by part, by `_step_on`."""
         raise NotImplementedError
+
+    def _groups(self, optimizer: torch.optim.Optimizer) -> Groups:
+        """What its groups hold; nothing in place of those that are not stepped on here."""
+        groups = [entry["params"] for entry in optimizer.param_groups]
+        return groups if self._at is None else [one if at in self._at else [] for at, one in enumerate(groups)]
 
     def _step_on(self, optimizer: torch.optim.Optimizer, part: Groups) -> None:
         """One step on a part of the parameters.
@@ -109,13 +123,14 @@ class SwappedStep(StepsOnOthers):
         check_no_closure("step on whole parameters", (*args[1:], *kwargs.values()))
         groups = [entry["params"] for entry in optimizer.param_groups]
         self._numbers, self._moved = _numbers(optimizer), []
+        own = self._groups(optimizer)
         try:
-            self._step_parts(optimizer, groups)
+            self._step_parts(optimizer, own)
         finally:
             for entry, parameters, before in zip(optimizer.param_groups, groups, self._numbers, strict=True):
                 entry.update(before)
                 entry["params"] = parameters
-        for parameters in groups:  # the optimizer's own step, which comes now, finds nothing to do
+        for parameters in own:  # the optimizer's own step, which comes now, finds nothing to do
             for parameter in parameters:
                 if parameter.grad is not None:
                     self._gradients.append((parameter, parameter.grad))
@@ -139,17 +154,14 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [getattr(hook, "__self__", None) for hook in torch_internals.STEP_PRE_HOOKS.of(optimizer).values()]
 
 
-def plain_step(optimizer: torch.optim.Optimizer) -> Any:
-    """The class's own `step`, without the hooks torch puts around it."""
-    step: Any = type(optimizer).step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return step
-
-
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its update of an element is known to depend on that element alone."""
-    return type(optimizer) in _ELEMENTWISE
+    return len(elementwise_groups(optimizer)) == len(optimizer.param_groups)
+
+
+def elementwise_groups(optimizer: torch.optim.Optimizer) -> list[int]:
+    """The places of groups of which that is known."""
+    return [place for place, kind in enumerate(kinds_of(optimizer)) if kind in _ELEMENTWISE]
 
 
 def check_elementwise(what: str, optimizer: torch.optim.Optimizer, problem: str) -> None:
