@@ -144,6 +144,7 @@ WITH_PLACE = {name: ["state", "directory", "step"] for name in ("save", "save_as
     "balance_loss": ["probs", "chosen"],
     "balance_bias_": ["bias", "counts"],
     "log": ["values", "step"],
+    "optimizers": ["module", "table"],
 }
 
 

@@ -376,7 +376,7 @@ def test_a_scaling_at_its_limits_is_accepted():
     LossScaling(init=2.0**-10, growth=8.0, backoff=0.125, growth_every=10**6)
 
 
-@pytest.mark.parametrize("policy", ["int8", "FP16", "", None, 16, bf16, {}, ["bf16"]], ids=str)
+@pytest.mark.parametrize("policy", ["int8", "FP16", "", None, 16, bf16, (), ["bf16"]], ids=str)
 def test_an_unknown_policy_raises(policy):
     with pytest.raises(ValueError, match=r"(?s)is unknown.*found:.*'bf16-true'.*fix:"):
         _precise(policy)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 from torch import nn
 
@@ -16,6 +16,11 @@ from weft.contract.select_modules import fits_pattern, has_forward
 from weft.errors import listed, type_error, value_error
 
 T = TypeVar("T")
+
+
+def is_table(value: object) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a table was given, and not a choice of another form."""
+    return isinstance(value, Mapping)
 
 
 def fits_in_table(name: str, pattern: str) -> bool:
@@ -126,11 +131,14 @@ def _check_keys(what: str, table: Mapping[str, object]) -> None:
 
 
 def _raise_idle(what: str, pattern: str, names: list[str], *, shadowed: bool) -> NoReturn:
+    fitting = [name or "itself" for name in names if fits_in_table(name, pattern)]
     raise value_error(
         f"{what}: the pattern {pattern!r} decides about nothing",
-        found=f"all that it fits is taken by patterns before it: {listed(n for n in names if fits_in_table(n, pattern))}"
+        found=f"all that it fits is taken by patterns before it: {listed(fitting)}"
         if shadowed
         else f"names: {listed(name for name in names if name) or 'none'}",
         expected="patterns that fit something, the first one that fits deciding",
-        fix=f"move {pattern!r} up in the table, or leave it out" if shadowed else f"leave {pattern!r} out, or correct it",
+        fix=f"move {pattern!r} up in the table, or leave it out"
+        if shadowed
+        else f"leave {pattern!r} out, or correct it",
     )

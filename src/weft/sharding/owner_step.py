@@ -131,9 +131,7 @@ def step_in_parts(
     found: list[Undoable] = []
     if whole:  # comes first: in the step of the others, which is the optimizer's own, it hides the gradients of these
         by_owner = by == "owner"
-        found.append(
-            _step_by_owners(optimizer, ctx, whole) if by_owner else WholeStep(optimizer, mesh, others, whole)
-        )
+        found.append(_step_by_owners(optimizer, ctx, whole) if by_owner else WholeStep(optimizer, mesh, others, whole))
     if parts:
         found.append(PartitionedStep(optimizer, mesh, others, parts))
     return found

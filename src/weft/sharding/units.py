@@ -10,7 +10,7 @@ from torch import nn
 
 from weft import torch_internals
 from weft.contract import offered
-from weft.contract.name_table import parts_by_name
+from weft.contract.name_table import is_table, parts_by_name
 from weft.contract.select_modules import Selection, called_inside, has_forward, select
 from weft.errors import ContractError, listed, value_error
 from weft.precision import LOW, PrecisionOffer
@@ -59,7 +59,7 @@ def plan_units(
     """
     whole = _ignored_in(what, module, ignored, [name for name, own in others.items() if not own])
     reshard: dict[nn.Module, bool | int] = {}
-    if isinstance(chosen, Mapping):
+    if is_table(chosen):
         parts = {part: value for part, value in parts_by_name(what, module, chosen).values() if value is not None}
         chosen, reshard = list(parts), dict(parts)
     units = _units_of(what, module, chosen, _parts_apart(what, module, others, whole))

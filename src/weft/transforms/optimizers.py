@@ -120,7 +120,9 @@ def _built(pattern: str, build: Any, named: Mapping[str, nn.Parameter]) -> torch
     if isinstance(built, torch.optim.LBFGS):
         _raise_unusable(pattern, "LBFGS couples all parameters", "LBFGS")
     if callable(getattr(built, "eval", None)):
-        _raise_unusable(pattern, f"{type(built).__name__} changes parameters outside of step", "an optimizer with eval()")
+        _raise_unusable(
+            pattern, f"{type(built).__name__} changes parameters outside of step", "an optimizer with eval()"
+        )
     own = [name for name in ("state_dict", "load_state_dict") if not _is_of_torch(type(built), name)]
     if own:
         _raise_unusable(pattern, f"{type(built).__name__} keeps its state in a form of its own", listed(own))

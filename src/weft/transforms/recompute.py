@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from weft.checks import check_choice, check_count
 from weft.context import DistContext
 from weft.contract import Part, Phase, transform
-from weft.contract.name_table import parts_by_name
+from weft.contract.name_table import is_table, parts_by_name
 from weft.contract.select_modules import Selection, check_apart, select_apart
 from weft.engines.options import RecomputeOptions
 from weft.engines.torch.compute.activation_checkpoint import already_recomputed, saved_ops
@@ -96,7 +96,7 @@ def recompute(
     _check_options(every, determinism_check)
     _check_new(module, ctx)
     saved: dict[str, Any] = {}
-    if isinstance(blocks, Mapping):
+    if is_table(blocks):
         chosen, saved = _in_table(module, blocks)
     else:
         chosen = select_apart("recompute", module, blocks)
@@ -120,10 +120,12 @@ def recompute(
 
 def _in_table(
     module: nn.Module, table: Mapping[str, Sequence[Op] | Policy | bool | None]
-) -> tuple[dict[str, nn.Module], dict[str, Sequence[Op] | Policy | Literal[True]]]:
+) -> tuple[dict[str, nn.Module], dict[str, Sequence[Op] | Policy | bool]]:
     """The blocks of a table, and what is saved in each."""
     found = parts_by_name("recompute", module, table)
-    saved = {name: value for name, (_, value) in found.items() if value is not None and value is not False}
+    saved: dict[str, Sequence[Op] | Policy | bool] = {
+        name: value for name, (_, value) in found.items() if value is not None and value is not False
+    }
     check_apart("recompute", {name: part for name, (part, _) in found.items()}, outer=saved)
     return {name: found[name][0] for name in saved}, saved
 

@@ -211,9 +211,7 @@ def _check_products(module: nn.Module, precision: Precision, ctx: DistContext) -
         )
 
 
-def _check_one_scale(
-    module: nn.Module, precision: Precision, ctx: DistContext, scaled: Sequence[nn.Module]
-) -> None:
+def _check_one_scale(module: nn.Module, precision: Precision, ctx: DistContext, scaled: Sequence[nn.Module]) -> None:
     """Two scales on one gradient would multiply: it would overflow."""
     if precision.scaling is None:
         return

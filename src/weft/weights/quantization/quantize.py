@@ -94,7 +94,9 @@ def quantized(
     check_not_pretended("quantized: making weights of few bits", ctx.world.group, "weft estimate MODEL  # int8, int4")
     compute = floating_dtype("quantized", dtype)
     schemes = [one for one in scheme.values() if one is not None] if isinstance(scheme, Mapping) else [scheme]
-    known = on_all("quantized", ctx, lambda: {one: quantizer(one, engine, double=double) for one in schemes})
+    known: dict[str, Quantizer] = on_all(
+        "quantized", ctx, lambda: {one: quantizer(one, engine, double=double) for one in schemes}
+    )
     chosen = on_all("quantized", ctx, lambda: _chosen(module, ctx, scheme, skip, weights))
     layers = {name: layer for name, (layer, _) in chosen.items()}
     how = {name: known[own] for name, (_, own) in chosen.items()}

@@ -30,7 +30,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             _let_go(one)
 
     @override
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of each; a closure is called once, before the first."""
         loss = None
         if closure is not None:
