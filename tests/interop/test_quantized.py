@@ -95,6 +95,27 @@ def test_eight_bits_are_those_of_their_libraries(from_files, folder):
         assert torch.equal(_logits(made("torchao", scheme)), _logits(plain))
 
 
+@pytest.mark.parametrize("from_files", [False, True])
+def test_a_table_gives_layers_different_schemes(from_files, folder):
+    def made(scheme):
+        if from_files:
+            return weft.quantized(_on_meta(), weft.local(), scheme, weights=folder)
+        return weft.quantized(_model(), weft.local(), scheme)
+
+    table = {"*.0.mlp": None, "*.mlp": "nf4", "*.q_proj": "int8"}
+    found, ctx = made(table)
+    four, eight = made("nf4")[0], made("int8")[0]
+    for name, part in found.named_modules():
+        if type(_model().get_submodule(name)) is nn.Linear:
+            like = four if "1.mlp" in name else eight if "q_proj" in name else _model()
+            assert type(part) is type(like.get_submodule(name)), name
+            x = torch.randn(2, part.in_features, generator=torch.Generator().manual_seed(0))
+            assert torch.equal(part(x), like.get_submodule(name)(x)), name
+    assert dict(ctx.applied[-1].options) == {"scheme": "nf4, int8", "engine": "bitsandbytes, torchao", "layers": "5"}
+    with pytest.raises(ValueError, match="'decoder' decides about nothing"):
+        made({"decoder": "nf4"})
+
+
 def test_layers_that_transformers_keeps_in_full_precision_stay(tmp_path):
     torch.manual_seed(0)
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1, "num_heads": 4, "vocab_size": 64}

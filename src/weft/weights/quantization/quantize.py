@@ -119,7 +119,7 @@ def quantized(
         setattr(module, name, True)  # PEFT asks for them, and chooses its kind of layer by them
     record = Applied(
         name="quantized",
-        options=(("scheme", listed(dict.fromkeys(schemes))), ("engine", listed(engines)), ("layers", str(len(layers)))),
+        options=(("scheme", listed(dict.fromkeys(schemes))), ("engine", listed(engines)), ("layers", str(len(how)))),
         targets=(type(module).__name__,),
     )
     return module, replace(ctx, applied=(*ctx.applied, record))
