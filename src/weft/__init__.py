@@ -7,7 +7,7 @@
         ...                                                     # plain PyTorch from here on
 
 The names that most programs use are here. The rest is in `weft.data`, `weft.metrics`, `weft.weights`,
-`weft.checkpoint`, `weft.collectives`, `weft.contract`, `weft.monitoring`, `weft.precision`, `weft.rng`,
+`weft.checkpoint`, `weft.collectives`, `weft.contract`, `weft.grads`, `weft.monitoring`, `weft.precision`, `weft.rng`,
 `weft.environments`, `weft.errors` and `weft.testing`. docs/architecture.md shows which package may import which.
 """
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from weft import contract as contract
     from weft import data as data
     from weft import environments as environments
+    from weft import grads as grads
     from weft import interop as interop
     from weft import metrics as metrics
     from weft import monitoring as monitoring
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from weft.transforms.fully_shard import fully_shard
     from weft.transforms.fuse_step import fuse_step
     from weft.transforms.gather_step import gather_step
+    from weft.transforms.grad_chain import grad_chain
     from weft.transforms.hooked import hooked
     from weft.transforms.keyed_dropout import keyed_dropout
     from weft.transforms.local_steps import local_steps
@@ -90,7 +92,7 @@ _refuse_other_packages(Path(__file__).parents[1])
 # Imported when a program asks for one of their names: `import weft` costs little, and most programs need a part of it.
 _SUBMODULES = frozenset(
     {
-        *("checkpoint", "collectives", "context", "contract", "data", "environments", "interop"),
+        *("checkpoint", "collectives", "context", "contract", "data", "environments", "grads", "interop"),
         *("metrics", "monitoring", "precision", "rng", "testing", "weights"),
     }
 )
@@ -161,6 +163,7 @@ __all__ = [
     "fuse_step",
     "gather",
     "gather_step",
+    "grad_chain",
     "hooked",
     "keyed_dropout",
     "launch_function",

@@ -156,7 +156,9 @@ def _line(call: str, signature: inspect.Signature, given: Sequence[str], argumen
     """A call as a line of a program, with the options that have no default."""
     options = []
     for name, parameter in signature.parameters.items():
-        if parameter.default is parameter.empty and name not in (*given, "ctx"):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            options.append(f"*{name}")
+        elif parameter.default is parameter.empty and name not in (*given, "ctx"):
             text = _text(arguments[name])
             options.append(f"{name}={text if len(text) < _SHORT else name}")
     return f"{', '.join(given)}, ctx = {call}({', '.join([*given, 'ctx', *options])})"

@@ -9,11 +9,13 @@ equivalence.py   does training give the same at every world size?
 rehearsed.py     does a rehearsal say what a real run then does?
 laws.py          what every transform promises, as functions
 law_job.py       the small training job they run
+element_laws.py  the same for functions of gradients
 
 Tested by: tests/testing
 """
 
 from weft.testing import laws as laws
+from weft.testing.element_laws import check_element
 from weft.testing.equivalence import assert_equivalent, largest_difference
 from weft.testing.fake import fake
 from weft.testing.ranks import RankPool, run_ranks
@@ -25,6 +27,7 @@ __all__ = [
     "RanksFailed",
     "assert_equivalent",
     "assert_rehearsed",
+    "check_element",
     "fake",
     "largest_difference",
     "laws",

@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from weft.collectives import gather_objects, reduce
-from weft.context import DistContext
+from weft.context import DistContext, local
 from weft.context.placement import to_device
 from weft.contract import GradSync, KeepsParameters, applied_to, gradient_axes, offered, part_axes
 from weft.data.split_sequence import split_sequence
+from weft.grads import Element, NamedGrads
 from weft.tensors import dtensor
 from weft.tensors.blocks import block_of
 from weft.tensors.remote_parameter import is_elsewhere
@@ -97,6 +98,7 @@ class Job:
         clip: Largest norm of the gradient; infinite: it is not clipped.
         dtype: Of the model and data.
         seed: Of model and data.
+        elements: Of a `grad_chain`, which the reference calls one after the other on whole gradients.
     """
 
     samples: int = 38
@@ -105,6 +107,7 @@ class Job:
     clip: float = 0.5
     dtype: torch.dtype = torch.float64
     seed: int = 0
+    elements: tuple[Element, ...] = ()
 
     def dataset(self) -> TensorDataset:
         """Features [samples, 6] and classes [samples]."""
@@ -155,6 +158,7 @@ def reference(job: Job, steps: int = 1, device: str = "cpu") -> list[torch.Tenso
     module = job.model().to(device)
     optimizer = job.optimizer(module)
     x, y = (tensor.to(device) for tensor in job.dataset().tensors)
+    number = 0
     for _ in range(job.epochs):
         batches = list(zip(x.split(job.global_batch), y.split(job.global_batch), strict=True))
         for start in range(0, len(batches), steps):
@@ -162,7 +166,8 @@ def reference(job: Job, steps: int = 1, device: str = "cpu") -> list[torch.Tenso
             total = sum(classes.numel() for _, classes in window)
             for features, classes in window:
                 loss_of(module, features, classes, total).backward()
-            finish_step(module, optimizer, job)
+            finish_step(module, optimizer, job, number=number)
+            number += 1
     return [p.detach().cpu() for p in module.parameters()]
 
 
@@ -222,8 +227,10 @@ def loss_of(module: nn.Module, x: torch.Tensor, y: torch.Tensor, total: float) -
     return nn.functional.cross_entropy(module(x).flatten(0, -2), y.flatten(), reduction="sum") / total
 
 
-def finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job, ctx: DistContext | None = None) -> None:
-    """Clip, step, and drop the gradients; some transforms allow no clipping."""
+def finish_step(
+    module: nn.Module, optimizer: torch.optim.Optimizer, job: Job, ctx: DistContext | None = None, number: int = 0
+) -> None:
+    """Clip, step, and drop the gradients; some transforms allow no clipping. Without a context, call the elements."""
     cut = set(map(dtensor.is_sharded, module.parameters()))
     rounds = torch.__version__ < "2.10" and True in cut
     # Of some modules torch sees no gradients; where only some parameters are cut it refuses; torch 2.9 takes the
@@ -235,6 +242,11 @@ def finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job, c
         clip_grads(module, ctx, max_norm=job.clip)
     else:
         torch.nn.utils.clip_grad_norm_(module.parameters(), job.clip)
+    for place, element in enumerate(job.elements if ctx is None else ()):
+        with torch.no_grad():
+            changed = element(NamedGrads(dict(module.named_parameters()), number, place), local())
+        for name, p in module.named_parameters():
+            p.grad = changed.get(name)
     optimizer.step()
     optimizer.zero_grad()
 

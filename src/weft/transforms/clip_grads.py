@@ -12,16 +12,14 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from weft.checks import as_number
 from weft.context import DistContext
-from weft.contract import Placed, is_here, offered, owners
-from weft.engines.torch.compute.grad_norm import Gradients, PartlyHeld, with_nonfinite_gradient
+from weft.engines.torch.compute.grad_norm import with_nonfinite_gradient
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.parts.left_gathered import drop_gathered
 from weft.engines.torch.steps.in_backward import check_has_gradients
 from weft.errors import listed, message, type_error, value_error
+from weft.grads.limits import check_limit, gradients_of
 from weft.peers.agreement import exchange
-from weft.tensors.dtensor import resting_parameters
 
 _HasGradients = nn.Module | torch.optim.Optimizer | torch.Tensor
 _Part = tuple[str, _HasGradients]
@@ -96,7 +94,7 @@ def clip_grads(
     check_has_gradients("clip_grads", parameters)
     if max_value is not None:
         _check_real(parts)
-    gradients = Gradients(parameters, ctx.device, _partly_held(parameters, ctx))
+    gradients = gradients_of(parameters, ctx)
     if nonfinite is None:
         norm: torch.Tensor = gradients.norm(float(norm_type))
     else:
@@ -116,23 +114,6 @@ def clip_grads(
     elif max_value is not None:
         gradients.clamp(float(max_value))
     return norm
-
-
-def _partly_held(parameters: list[torch.Tensor], ctx: DistContext) -> dict[int, PartlyHeld]:
-    """The ranks of which only some have a parameter, by its id: those along the axes of a pipeline."""
-    given = set(map(id, parameters))
-    modules = {id(obj): obj for record in ctx.applied for obj in (ref() for ref in record.refs)}
-    found: dict[int, PartlyHeld] = {}
-    for module in modules.values():
-        if not isinstance(module, nn.Module) or not offered(module, Placed):
-            continue
-        partly = owners(module)
-        for (name, _), parameter in zip(module.named_parameters(), resting_parameters(module), strict=True):
-            if name in partly and id(parameter) in given:
-                group = ctx.on([axis for axis, _ in partly[name]]).group
-                if group is not None:
-                    found[id(parameter)] = PartlyHeld(group, is_copy=not is_here(partly[name], ctx))
-    return found
 
 
 # -- what was given ----------------------------------------------------------------------------------
@@ -249,23 +230,15 @@ def _check_options(max_norm: object, max_value: object, norm_type: object, nonfi
     for name, value in (("max_norm", max_norm), ("max_value", max_value), ("norm_type", norm_type)):
         if value is None and name != "norm_type":
             continue
-        number = None if isinstance(value, bool) else as_number(value)
         is_type = name == "norm_type"
-        call = f"weft.clip_grads(model, ctx, {'max_norm=1.0, ' * is_type}{name}="
-        if number is None:
-            raise type_error(
-                f"clip_grads: {name} = {value!r} is no number",
-                found=type(value).__name__,
-                expected="a number > 0",
-                fix=call + ("float('inf'))" if value == "inf" else "2.0)" if is_type else "1.0)"),
-            )
-        if not number > 0:
-            raise value_error(
-                f"clip_grads: {name} = {value!r} cannot be used",
-                found=repr(value),
-                expected="a number > 0" + ("" if is_type else " or None, for no clipping"),
-                fix=call + ("2.0)" if is_type else "1.0)"),
-            )
+        check_limit(
+            "clip_grads",
+            name,
+            value,
+            call=f"weft.clip_grads(model, ctx, {'max_norm=1.0, ' * is_type}{name}=",
+            default="2.0" if is_type else "1.0",
+            more="" if is_type else " or None, for no clipping",
+        )
     if max_norm is not None and max_value is not None:
         raise value_error(
             "clip_grads: max_norm and max_value exclude each other",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
-from torch import nn
 
 from weft.checks import check_optimizer
 from weft.context import DistContext
 from weft.contract import Part, Phase, applied_to, offered, transform
-from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.skip import SkippingStep
 from weft.errors import ContractError, OrderError, listed, value_error
-from weft.precision import PrecisionOffer
+from weft.grads.chain import GradChain
+from weft.grads.skipping import scales_of, skipping_step
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
@@ -47,23 +46,18 @@ def skip_nonfinite(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
 
     Example:
         >>> import weft
-        >>> model, ctx = weft.with_precision(nn.Linear(2, 2), weft.local(), "fp16")
+        >>> model, ctx = weft.with_precision(torch.nn.Linear(2, 2), weft.local(), "fp16")
         >>> optimizer, ctx = weft.skip_nonfinite(torch.optim.SGD(model.parameters()), ctx)
     """
     check_optimizer("skip_nonfinite", optimizer)
-    modules = [ref() for record in ctx.applied if record.name == "with_precision" for ref in record.refs]
-    pairs = [(module, offer) for module in modules for offer in offered(module, PrecisionOffer)]
-    wanted = set(map(id, parameters_of(optimizer)))
-    if not any(wanted & {id(p) for p in cast("nn.Module", module).parameters()} for module, _ in pairs):
+    scales = scales_of(optimizer, ctx)
+    if scales is None:
         raise OrderError(
             "skip_nonfinite: the context knows no module with a precision that holds these parameters",
             found=f"transforms so far: {listed(record.name for record in ctx.applied) or 'none'}",
             expected="with_precision on the module, then the optimizer, then skip_nonfinite on the optimizer",
             fix='model, ctx = weft.with_precision(model, ctx, "fp16")',
         )
-    scales = [
-        offer.precise.scale for _, offer in pairs if offer.precise is not None and offer.precise.scale is not None
-    ]
     if scales and isinstance(optimizer, torch.optim.LBFGS):
         raise value_error(
             "skip_nonfinite: LBFGS evaluates the loss inside step, which cannot be skipped",
@@ -72,10 +66,8 @@ def skip_nonfinite(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
             fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
         )
     ctx.agree("skip_nonfinite", {"optimizer": type(optimizer).__name__, "fp16 modules": len(scales)})
-    if not scales:
-        return optimizer, ctx
-    group = ctx.require_collective("skip_nonfinite").group if ctx.world_size > 1 else None
-    return optimizer, ctx.offering(SkippingStep(optimizer, scales, group))
+    step = skipping_step(optimizer, ctx)
+    return optimizer, ctx if step is None else ctx.offering(step.attach(optimizer))
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
@@ -84,7 +76,7 @@ def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
     Changes: nothing. Collectives: none; the answer is the same on all ranks.
 
     Args:
-        optimizer: One that `skip_nonfinite` was applied to.
+        optimizer: One that `skip_nonfinite` was applied to, or that has it in its `grad_chain`.
 
     Returns:
         True after a skipped step, False after a good one and before the first.
@@ -94,16 +86,17 @@ def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
 
     Example:
         >>> import weft
-        >>> model, ctx = weft.with_precision(nn.Linear(2, 2), weft.local(), "fp16")
+        >>> model, ctx = weft.with_precision(torch.nn.Linear(2, 2), weft.local(), "fp16")
         >>> optimizer, ctx = weft.skip_nonfinite(torch.optim.SGD(model.parameters()), ctx)
         >>> weft.was_skipped(optimizer)
         False
     """
-    if not any(record.name == "skip_nonfinite" for record in applied_to(optimizer)):
+    chains = [chain for chain in offered(optimizer, GradChain) if chain.skips]
+    if not chains and not any(record.name == "skip_nonfinite" for record in applied_to(optimizer)):
         raise ContractError(
             "was_skipped: this optimizer never skips a step",
             found=type(optimizer).__name__,
             expected="an optimizer that skip_nonfinite was applied to",
             fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
         )
-    return any(offer.skipped for offer in offered(optimizer, SkippingStep))
+    return any(offer.skipped for offer in (*chains, *offered(optimizer, SkippingStep)))

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,7 @@ from weft.checkpoint.state.collect import (
     num_stacked_states,
     parameter_keepers,
     plain_name,
+    step_state_of,
     update_keepers,
 )
 from weft.checkpoint.state.json_values import encode
@@ -281,9 +283,8 @@ def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Ten
         for name, parameter in parameters.items()
         if name not in entries or getattr(torch, entries[name].dtype) != parameter.dtype
     }
-    if of_others and "ranks apart" in saved:
-        return _StateToLoad(content, changed, averaged={order[name]: p for name, p in parameters.items()})
-    return _StateToLoad(content, changed)
+    averaged = {order[name]: p for name, p in parameters.items()} if of_others and "ranks apart" in saved else {}
+    return _StateToLoad(content, changed, averaged, decode(saved.get("transforms", {}), whole))
 
 
 def _prepared_generator(key: str, generator: Any, reader: TensorSource, ctx: DistContext) -> Callable[[], object]:
@@ -339,6 +340,9 @@ def _load_object(obj: Any, loaded: Any, undo: contextlib.ExitStack) -> None:
         held = _StateToLoad(obj.state_dict(), set())
         undo.callback(held.load_into, obj)
         loaded.load_into(obj)
+        for name, one in step_state_of(obj).items():
+            if name in loaded.transforms:
+                _load(one, loaded.transforms[name], undo)
     elif isinstance(obj, nn.Module):
         here = {plain_name(name): name for name in obj.state_dict()}
         for name, value in loaded["extra"].items():
@@ -392,14 +396,20 @@ class _StateToLoad:
         changed: Numbers of the parameters whose own dtype is another than it was; theirs are converted.
         averaged: Parameters by number, if their state is that of another number of ranks which stepped apart, one
             after the other: their mean is loaded.
+        transforms: What the transforms of the optimizer have kept.
     """
 
     def __init__(
-        self, content: dict[str, Any], changed: set[int], averaged: Mapping[int, torch.Tensor] | None = None
+        self,
+        content: dict[str, Any],
+        changed: set[int],
+        averaged: Mapping[int, torch.Tensor] = MappingProxyType({}),
+        transforms: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        self.transforms = transforms
         self._content = content
         self._changed = changed
-        self._averaged = averaged or {}
+        self._averaged = averaged
 
     def load_into(self, optimizer: torch.optim.Optimizer) -> None:
         """Load it; hooks of the optimizer, such as those that cut its state, find the dtypes that were saved."""

@@ -36,6 +36,7 @@ from weft.contract import (
     offered,
     owners,
 )
+from weft.contract.marks import marks_of
 from weft.errors import listed, type_error, value_error
 from weft.tensors.blocks import Held
 from weft.tensors.dtensor import resting_parameters
@@ -425,8 +426,17 @@ def _collect_optimizer(key: str, optimizer: torch.optim.Optimizer, content: Cont
     for kind, entries in (("shared", shared), ("more", saved)):
         if entries:
             content.values[key][kind] = encoded(kind, entries)
+    kept = {name: encoded(f"#{name}", one.state_dict()) for name, one in step_state_of(optimizer).items()}
+    if kept:
+        content.values[key]["transforms"] = kept
     if num_stacked_states(optimizer) > 1:
         content.values[key]["ranks apart"] = num_stacked_states(optimizer)
+
+
+def step_state_of(optimizer: torch.optim.Optimizer) -> dict[str, Stateful]:
+    """What transforms of an optimizer alone have to keep, such as a number of steps, by the name of the class."""
+    alone = [mark for mark in marks_of(optimizer) if len(mark.record.refs) == 1]  # others are kept with the module
+    return {type(one).__name__: one for mark in alone for one in mark.offers if isinstance(one, Stateful)}
 
 
 def num_stacked_states(optimizer: torch.optim.Optimizer) -> int:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from weft.engines.torch.amp.loss_scale import LossScale, check_finite
 from weft.engines.torch.hooks.every_optimizer import parameters_of
@@ -40,7 +41,7 @@ class _Flags(NamedTuple):
 
 
 class SkippingStep:
-    """The hook on one optimizer.
+    """What skips the steps of one optimizer, by a hook of its own or called by another one.
 
     Attributes:
         skipped: Whether the last step was skipped.
@@ -54,14 +55,20 @@ class SkippingStep:
         # A scale lives as long as its module; the optimizer shall not keep the module's hooks alive.
         self._scales = [weakref.ref(scale) for scale in scales]
         self._seen = weakref.WeakKeyDictionary({scale: scale.backwards for scale in scales})
-        self._handle = optimizer.register_step_pre_hook(self._before_step)
+        self._handle: RemovableHandle | None = None
         held = set(map(id, parameters_of(optimizer)))
         self._own = [ref for ref, one in zip(self._scales, scales, strict=True) if _holds(one, held)]
         self._count(1)
 
+    def attach(self, optimizer: torch.optim.Optimizer) -> SkippingStep:
+        """Look at the gradients before each step by a hook; returns this."""
+        self._handle = optimizer.register_step_pre_hook(self._before_step)
+        return self
+
     def undo(self) -> None:
         """Take the hook off."""
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
         self._count(-1)
 
     def _count(self, change: int) -> None:
@@ -75,11 +82,12 @@ class SkippingStep:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self.skipped = False
-        return after_closure(args, kwargs, lambda: self._check(optimizer))
+        return after_closure(args, kwargs, lambda: self.check(optimizer))
 
     @torch.no_grad()
-    def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Skip the step if it has to be, and adjust the scales."""
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Skip the step that is about to begin if it has to be, and adjust the scales."""
+        self.skipped = False
         scales = [scale for scale in (ref() for ref in self._scales) if scale is not None]
         if not scales:
             return

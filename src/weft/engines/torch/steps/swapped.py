@@ -154,6 +154,13 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [getattr(hook, "__self__", None) for hook in torch_internals.STEP_PRE_HOOKS.of(optimizer).values()]
 
 
+def exchange_last(optimizer: torch.optim.Optimizer) -> None:
+    """Let hooks that exchange tensors come after all others that run before a step: those see what it holds else."""
+    hooks = torch_internals.STEP_PRE_HOOKS.of(optimizer)
+    for key in [key for key, one in hooks.items() if isinstance(getattr(one, "__self__", None), StepsOnOthers)]:
+        hooks.move_to_end(key)
+
+
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its update of an element is known to depend on that element alone."""
     return len(elementwise_groups(optimizer)) == len(optimizer.param_groups)

@@ -1,0 +1,182 @@
+"""Gradients by the names of their parameters, as they lie on this rank, and what ranks add up of their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import override
+
+from weft.context import DistContext
+from weft.engines.torch.hooks.every_optimizer import parameters_of
+from weft.errors import OrderError, listed
+from weft.tensors.blocks import Held, cut_as, hold
+from weft.tensors.dtensor import is_sharded, local, resting_parameters
+
+Element: TypeAlias = Callable[["NamedGrads", DistContext], Mapping[str, torch.Tensor | None]]
+
+
+class NamedGrads(Mapping[str, torch.Tensor]):
+    """The gradients of an optimizer's parameters before a step, by the names that a module gives the parameters.
+
+    The mapping cannot be changed, its tensors can, in place. A gradient lies as its parameter does: whole, or as a
+    DTensor of which this rank holds a part. A rank that has no part at all, as one of another stage of a pipeline, does
+    not have the name. `held(name)` says which part it is, `sums` adds up over the parts.
+
+    Attributes:
+        step: How many steps the optimizer has made before this one, also in runs before a checkpoint.
+        place: Which element of the chain is called, from 0.
+        parameters: All parameters of the optimizer by name, with a gradient or without.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], step: int = 0, place: int = 0) -> None:
+        """Take the gradients of parameters as they are now.
+
+        Args:
+            parameters: By name.
+            step: Number of the step, from 0.
+            place: Number of the element.
+        """
+        self.parameters = parameters
+        self.step = step
+        self.place = place
+        found = {name: _as_its_parameter(p) for name, p in parameters.items()}
+        self._grads = {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    @override
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._grads[name]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._grads)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._grads)
+
+    def __repr__(self) -> str:
+        return f"NamedGrads({listed(self) or 'none'}; step {self.step})"
+
+    def held(self, name: str) -> Held:
+        """What of a gradient lies here: `.local` in the same memory, `.block.offsets` and `.block.shape` in the whole.
+
+        Args:
+            name: Of a parameter with a gradient that is not sparse.
+        """
+        return hold(name, self[name])
+
+    def sums(self, parts: Mapping[str, torch.Tensor], *, rows: bool = False) -> dict[str, torch.Tensor]:
+        """Add up what the ranks have computed of their parts. Collectives: an all-reduce for each set of ranks.
+
+        All ranks give the same names, as far as they have them. Where a tensor is whole, nothing is sent.
+
+        Args:
+            parts: Numbers of any shape, the same on all ranks, by name: of this rank's part alone.
+            rows: They are one number for each row that this rank has, which others may have as well.
+
+        Returns:
+            The sums, by name; the same on all ranks that hold the tensor (or the row).
+
+        Example:
+            >>> model = nn.Linear(2, 1, bias=False)
+            >>> model(torch.ones(1, 2)).sum().backward()
+            >>> grads = NamedGrads(dict(model.named_parameters()))
+            >>> grads.sums({name: grads.held(name).local.square().sum() for name in grads})
+            {'weight': tensor(2.)}
+        """
+        totals = dict(parts)
+        members: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for name, value in parts.items():
+            for group in _cut_over(self.parameters[name], rows=rows):
+                ranks = tuple(dist.get_process_group_ranks(group))
+                groups[ranks] = group
+                members.setdefault((ranks, value.dtype), []).append(name)
+        for (ranks, _), names in members.items():
+            message = torch.cat([totals[name].reshape(-1) for name in names])
+            dist.all_reduce(message, group=groups[ranks])
+            sizes = [totals[name].numel() for name in names]
+            for name, total in zip(names, message.split(sizes), strict=True):
+                totals[name] = total.view(parts[name].shape)
+        return totals
+
+
+def _cut_over(parameter: torch.Tensor, *, rows: bool) -> Iterator[dist.ProcessGroup]:
+    """The groups of ranks over which a tensor is cut; of its rows, those that hold parts of one."""
+    if not is_sharded(parameter):
+        return
+    for axis, placement in enumerate(parameter.placements):
+        cut: Any = placement
+        if not cut.is_replicate() and parameter.device_mesh.size(axis) > 1 and not (rows and cut.dim == 0):
+            yield parameter.device_mesh.get_group(axis)
+
+
+@torch.no_grad()
+def _as_its_parameter(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a parameter, divided as the parameter is: one that was assigned may be whole, or a sum to be."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.layout is torch.sparse_coo and not gradient.is_coalesced():
+        parameter.grad = gradient = gradient.coalesce()  # its values are in the same memory from then on
+    if gradient is None or not is_sharded(parameter):
+        return gradient
+    if not is_sharded(gradient):
+        parameter.grad = cut_as(gradient, parameter)
+    elif gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+    return parameter.grad
+
+
+def name_parameters(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+    """The parameters of an optimizer by name.
+
+    Args:
+        optimizer: Over parameters of the modules; or one that was given named parameters.
+        modules: Those that are known. Of one inside another, the names are those in the outer one; if several that
+            have nothing in common hold parameters, these begin with the number of the module.
+
+    Raises:
+        OrderError: A parameter has no name.
+    """
+    wanted = parameters_of(optimizer)
+    known = list({id(one): one for one in modules}.values())
+    inner = {id(part) for one in known for part in one.modules() if part is not one}
+    ids = set(map(id, wanted))
+    named = [_names_in(one) for one in known if id(one) not in inner]
+    named = [names for names in named if not ids.isdisjoint(names)]
+    found: dict[int, str] = {
+        id(p): name for entry in optimizer.param_groups for p, name in zip(entry["params"], _given(entry), strict=False)
+    }
+    for number, names in reversed(list(enumerate(named))):
+        found.update({one: name if len(named) == 1 else f"{number}.{name}" for one, name in names.items()})
+    strange = [f"a parameter of shape {tuple(p.shape)}" for p in wanted if id(p) not in found]
+    if strange:
+        raise OrderError(
+            "grad_chain: parameters of the optimizer have no names",
+            found=f"{listed(strange)}, of no module that a transform in ctx.applied was applied to",
+            expected="transforms of the module first, then the optimizer, then grad_chain; or named parameters",
+            fix=f"optimizer = torch.optim.{type(optimizer).__name__}(model.named_parameters())",
+        )
+    return {found[id(p)]: p for p in wanted}
+
+
+def _names_in(module: nn.Module) -> dict[int, str]:
+    names = [name for name, _ in module.named_parameters()]
+    return {id(p): name for name, p in zip(names, resting_parameters(module), strict=True)}
+
+
+def _given(entry: Mapping[str, Any]) -> Sequence[str]:
+    """The names that torch keeps of the parameters of a group, if it was given them."""
+    return cast("Sequence[str]", entry.get("param_names", ()))
+
+
+def same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape and dtype, and lie alike."""
+    if is_sharded(one) != is_sharded(other) or one.layout != other.layout:
+        return False
+    if is_sharded(one) and is_sharded(other) and one.placements != other.placements:
+        return False
+    return one.shape == other.shape and one.dtype == other.dtype and local(one).shape == local(other).shape

@@ -1,0 +1,56 @@
+"""Normal numbers for the elements of a tensor: a function of the place in the whole, on any rank that has a part of it.
+
+Source: Box and Muller, "A Note on the Generation of Random Normal Deviates", 1958, over Philox.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from weft.keyed_random.philox import philox
+from weft.tensors.blocks import Block
+
+_CACHED, _AT_ONCE = 2**14, 2**21  # pairs that fit into the cache of a CPU; that bound the memory of a device
+
+
+def normal_block(block: Block, shape: Sequence[int], key: int, device: torch.device) -> torch.Tensor:
+    """Standard normal numbers for a block of a tensor: that block of what is drawn for the whole.
+
+    Args:
+        block: Which one.
+        shape: Of the whole tensor.
+        key: Separates draws, 0 <= key < 2**64.
+        device: Where the numbers are drawn.
+
+    Returns:
+        float64, of the shape of the block; float32 on mps, which has no wider numbers.
+    """
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    offsets, sizes, whole = block.offsets or (0,), block.shape or (1,), tuple(shape) or (1,)
+    lines = torch.zeros((), dtype=torch.int64, device=device)
+    for offset, size, length in zip(offsets[:-1], sizes[:-1], whole[:-1], strict=True):
+        lines = lines[..., None] * length + torch.arange(offset, offset + size, device=device)
+    lines = lines.reshape(-1, 1)
+    # Two neighbors of the last dimension share a counter.
+    first, end = offsets[-1] // 2, -(-(offsets[-1] + sizes[-1]) // 2)
+    pairs = torch.arange(first, end, device=device)
+    drawn = torch.empty(len(lines), len(pairs), 2, dtype=wide, device=device)
+    step = max((_CACHED if device.type == "cpu" else _AT_ONCE) // max(len(pairs), 1), 1)
+    for start in range(0, len(lines), step):
+        some = lines[start : start + step]
+        a, b, c, d = philox([pairs, some & 0xFFFFFFFF, some >> 32, torch.zeros_like(some)], key)
+        radius = (-2 * _uniform(a, b, wide).log()).sqrt()
+        angle = 2 * math.pi * _uniform(c, d, wide)
+        torch.mul(radius, angle.cos(), out=drawn[start : start + step, :, 0])
+        torch.mul(radius, angle.sin(), out=drawn[start : start + step, :, 1])
+    begin = offsets[-1] - 2 * first
+    return drawn.flatten(1)[:, begin : begin + sizes[-1]].reshape(block.shape)
+
+
+def _uniform(high: torch.Tensor, low: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Two words of 32 bits as a number in (0, 1), of which 53 bits count."""
+    bits = ((high >> 5) << 26) | (low >> 6)
+    return (bits.to(dtype) + 0.5) * 2.0**-53

@@ -1,0 +1,106 @@
+"""`grad_chain`: functions of named gradients that run before each step of an optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TypeVar
+
+import torch
+
+from weft.checks import check_optimizer
+from weft.context import DistContext
+from weft.contract import KeepsParameters, Part, offered, transform
+from weft.engines.torch.hooks.every_optimizer import parameters_of
+from weft.engines.torch.steps.in_backward import check_has_gradients
+from weft.errors import listed, type_error, value_error
+from weft.grads.chain import GradChain, name_of, refuse_pieces
+from weft.grads.limits import known_modules
+from weft.grads.named_grads import Element
+
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+
+@transform(changes=Part.STEP, after={"skip_nonfinite"}, excludes={"step_in_backward"}, collective=True)
+def grad_chain(optimizer: O, ctx: DistContext, *elements: Element) -> tuple[O, DistContext]:
+    """Call functions of the gradients by name before each step, in order: a pipeline from backward to the step.
+
+    Once for each `optimizer.step()`, so once for a window of `accumulate_grads`, on gradients that are reduced over the
+    ranks and in true units with fp16. `weft.grads` has elements: `clip_norm`, `clip_value`, `centralize`, `add_noise`,
+    `skip_nonfinite`. Your own is a function `f(grads, ctx)`: `grads` is a `weft.grads.NamedGrads`, an immutable mapping
+    of full parameter names to gradients as they lie on this rank, a tensor or a DTensor. It returns `grads`, whose
+    tensors it may have changed in place, or a mapping of new tensors by these names, of the same shapes and dtypes and
+    placed alike. A gradient that is None in it, or missing, is left out: its parameter makes no step. The ranks have
+    to do alike; `grads.sums` adds up over those that hold parts of a tensor. Elements run without grad mode.
+
+    Several optimizers have chains of their own; a norm is that of the parameters of one optimizer. Under `local_steps`
+    each replica changes its own gradients, with the same noise. The number of steps, and the state of elements with
+    `state_dict` and `load_state_dict`, are in checkpoints, with the optimizer.
+
+    Changes: a hook on `optimizer`; in steps, gradients, in the memory where they lie.
+    Collectives: here, a meeting through the store. In `step`, those of the elements, a meeting in the first one, and a
+    note in the store at steps 2, 4, 8, ..., by which ranks that leave out different gradients are found.
+
+    Args:
+        optimizer: Over parameters of modules that `ctx` knows, or made of `model.named_parameters()`.
+        ctx: The current context. Elements get it.
+        elements: Functions, each of which gets what the one before has left.
+
+    Returns:
+        `optimizer` itself, and `ctx` with this transform in `applied`.
+
+    Raises:
+        AlreadyApplied: `optimizer` has a chain.
+        TypeError: There is no element, or one is no function of gradients and context; or this is not an optimizer.
+        OrderError: No module is known that has the parameters; or with `step_in_backward`, or DeepSpeed; or before
+            `skip_nonfinite`.
+        ValueError: LBFGS, which evaluates the loss inside its step.
+        ContextError: The ranks have other elements; in a step, they leave out different gradients.
+        ContractError: In a step: an element returned something else than gradients.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import weft
+        >>> def freeze_first(grads, ctx):
+        ...     return {name: g for name, g in grads.items() if grads.step >= 100 or not name.startswith("0.")}
+        >>> model, ctx = weft.replicate(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), weft.local())
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer, ctx = weft.grad_chain(optimizer, ctx, weft.grads.clip_norm(1.0), freeze_first)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> [p.grad is None for p in model.parameters()]
+        [True, True, False, False]
+    """
+    check_optimizer("grad_chain", optimizer)
+    wrong = [name_of(one) for one in elements if not _takes_gradients(one)]
+    if wrong or not elements:
+        raise type_error(
+            "grad_chain: these are no functions of gradients and a context" if wrong else "grad_chain: no elements",
+            found=listed(wrong) or "an optimizer and a context alone",
+            expected="functions f(grads, ctx) -> grads; weft.grads has some that make one, such as clip_norm(1.0)",
+            fix="optimizer, ctx = weft.grad_chain(optimizer, ctx, weft.grads.clip_norm(1.0))",
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise value_error(
+            "grad_chain: LBFGS evaluates the loss and its gradients several times inside one step",
+            found="LBFGS",
+            expected="an optimizer that is stepped after backward",
+            fix="optimizer = torch.optim.AdamW(model.parameters())",
+        )
+    check_has_gradients("grad_chain", parameters_of(optimizer))
+    if any(offered(part, KeepsParameters) for module in known_modules(ctx) for part in module.modules()):
+        refuse_pieces()
+    ctx.agree("grad_chain", {"optimizer": type(optimizer).__name__, "elements": list(map(name_of, elements))})
+    return optimizer, ctx.offering(GradChain(optimizer, elements, ctx))
+
+
+def _takes_gradients(element: object) -> bool:
+    """Whether something can be called with gradients and a context, as far as its signature says."""
+    if not callable(element):
+        return False
+    try:
+        inspect.signature(element).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # it has none that Python knows
+        return True
+    return True
