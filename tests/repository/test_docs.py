@@ -51,7 +51,7 @@ def _runs(page):
 
 
 # These start many processes or many pretended ranks, or train in many ways.
-LONG = {"existing_code", "large_models", "launching", "parallelism", "recipes", "rehearsal"}
+LONG = {"existing_code", "large_models", "launching", "parallelism", "post_training", "recipes", "rehearsal"}
 RUNNING = [pytest.param(page, marks=[pytest.mark.slow] if page.stem in LONG else []) for page in PAGES if _runs(page)]
 
 
