@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from weft.transforms.replicate import replicate
     from weft.transforms.shard_data import shard_data
     from weft.transforms.skip_nonfinite import skip_nonfinite, was_skipped
+    from weft.transforms.state_in_bf16 import state_in_bf16
     from weft.transforms.step_in_backward import step_in_backward
     from weft.transforms.sync_batch_norm import sync_batch_norm
     from weft.transforms.tensor_parallel import tensor_parallel
@@ -191,6 +192,7 @@ __all__ = [
     "shard_data",
     "skip_nonfinite",
     "start",
+    "state_in_bf16",
     "step_in_backward",
     "sync_batch_norm",
     "tensor_parallel",

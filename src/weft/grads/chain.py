@@ -123,7 +123,7 @@ class GradChain:
         now = parameters_of(optimizer)
         if [id(p) for p in now] != [id(p) for p in self._named.values()]:
             modules = [module for module in (ref() for ref in self._modules) if module is not None]
-            self._named = name_parameters(optimizer, modules)
+            self._named = name_parameters("grad_chain", optimizer, modules)
         return self._named
 
     def _compare(self, left: dict[str, object]) -> None:

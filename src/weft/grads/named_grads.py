@@ -130,10 +130,13 @@ def _as_its_parameter(parameter: torch.Tensor) -> torch.Tensor | None:
     return parameter.grad
 
 
-def name_parameters(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+def name_parameters(
+    what: str, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]
+) -> dict[str, torch.Tensor]:
     """The parameters of an optimizer by name.
 
     Args:
+        what: Name of the transform, for errors.
         optimizer: Over parameters of the modules; or one that was given named parameters.
         modules: Those that are known. Of one inside another, the names are those in the outer one; if several that
             have nothing in common hold parameters, these begin with the number of the module.
@@ -155,9 +158,9 @@ def name_parameters(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Modul
     strange = [f"a parameter of shape {tuple(p.shape)}" for p in wanted if id(p) not in found]
     if strange:
         raise OrderError(
-            "grad_chain: parameters of the optimizer have no names",
+            f"{what}: parameters of the optimizer have no names",
             found=f"{listed(strange)}, of no module that a transform in ctx.applied was applied to",
-            expected="transforms of the module first, then the optimizer, then grad_chain; or named parameters",
+            expected=f"transforms of the module first, then the optimizer, then {what}; or named parameters",
             fix=f"optimizer = torch.optim.{type(optimizer).__name__}(model.named_parameters())",
         )
     return {found[id(p)]: p for p in wanted}

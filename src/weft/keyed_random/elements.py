@@ -1,4 +1,4 @@
-"""Normal numbers for the elements of a tensor: a function of the place in the whole, on any rank that has a part of it.
+"""Random numbers for the elements of a tensor: a function of the place in the whole, on any rank that has a part of it.
 
 Source: Box and Muller, "A Note on the Generation of Random Normal Deviates", 1958, over Philox.
 """
@@ -6,14 +6,14 @@ Source: Box and Muller, "A Note on the Generation of Random Normal Deviates", 19
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from weft.keyed_random.philox import philox
+from weft.keyed_random.philox import Words, philox
 from weft.tensors.blocks import Block
 
-_CACHED, _AT_ONCE = 2**14, 2**21  # pairs that fit into the cache of a CPU; that bound the memory of a device
+_CACHED, _AT_ONCE = 2**14, 2**21  # counters that fit into the cache of a CPU; that bound the memory of a device
 
 
 def normal_block(block: Block, shape: Sequence[int], key: int, device: torch.device) -> torch.Tensor:
@@ -29,24 +29,61 @@ def normal_block(block: Block, shape: Sequence[int], key: int, device: torch.dev
         float64, of the shape of the block; float32 on mps, which has no wider numbers.
     """
     wide = torch.float32 if device.type == "mps" else torch.float64
+
+    def fill(words: Words, drawn: torch.Tensor) -> None:
+        a, b, c, d = words
+        radius = (-2 * _uniform(a, b, wide).log()).sqrt()
+        angle = 2 * math.pi * _uniform(c, d, wide)
+        torch.mul(radius, angle.cos(), out=drawn[..., 0])
+        torch.mul(radius, angle.sin(), out=drawn[..., 1])
+
+    return _drawn(block, shape, key, 2, fill, wide, device)
+
+
+def words_block(block: Block, shape: Sequence[int], key: int, device: torch.device) -> torch.Tensor:
+    """Random words of 32 bits for a block of a tensor: that block of what is drawn for the whole.
+
+    Args:
+        block: Which one.
+        shape: Of the whole tensor.
+        key: Separates draws, 0 <= key < 2**64.
+        device: Where the words are drawn.
+
+    Returns:
+        int64, >= 0, of the shape of the block.
+    """
+
+    def fill(words: Words, drawn: torch.Tensor) -> None:
+        for place, word in enumerate(words):
+            drawn[..., place] = word
+
+    return _drawn(block, shape, key, 4, fill, torch.int64, device)
+
+
+def _drawn(
+    block: Block,
+    shape: Sequence[int],
+    key: int,
+    per_counter: int,
+    fill: Callable[[Words, torch.Tensor], None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Numbers for a block, of which so many neighbors of the last dimension share a counter."""
     offsets, sizes, whole = block.offsets or (0,), block.shape or (1,), tuple(shape) or (1,)
     lines = torch.zeros((), dtype=torch.int64, device=device)
     for offset, size, length in zip(offsets[:-1], sizes[:-1], whole[:-1], strict=True):
         lines = lines[..., None] * length + torch.arange(offset, offset + size, device=device)
     lines = lines.reshape(-1, 1)
-    # Two neighbors of the last dimension share a counter.
-    first, end = offsets[-1] // 2, -(-(offsets[-1] + sizes[-1]) // 2)
-    pairs = torch.arange(first, end, device=device)
-    drawn = torch.empty(len(lines), len(pairs), 2, dtype=wide, device=device)
-    step = max((_CACHED if device.type == "cpu" else _AT_ONCE) // max(len(pairs), 1), 1)
+    first, end = offsets[-1] // per_counter, -(-(offsets[-1] + sizes[-1]) // per_counter)
+    counters = torch.arange(first, end, device=device)
+    drawn = torch.empty(len(lines), len(counters), per_counter, dtype=dtype, device=device)
+    step = max((_CACHED if device.type == "cpu" else _AT_ONCE) // max(len(counters), 1), 1)
     for start in range(0, len(lines), step):
         some = lines[start : start + step]
-        a, b, c, d = philox([pairs, some & 0xFFFFFFFF, some >> 32, torch.zeros_like(some)], key)
-        radius = (-2 * _uniform(a, b, wide).log()).sqrt()
-        angle = 2 * math.pi * _uniform(c, d, wide)
-        torch.mul(radius, angle.cos(), out=drawn[start : start + step, :, 0])
-        torch.mul(radius, angle.sin(), out=drawn[start : start + step, :, 1])
-    begin = offsets[-1] - 2 * first
+        words = philox([counters, some & 0xFFFFFFFF, some >> 32, torch.zeros_like(some)], key)
+        fill(words, drawn[start : start + step])
+    begin = offsets[-1] - per_counter * first
     return drawn.flatten(1)[:, begin : begin + sizes[-1]].reshape(block.shape)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -154,11 +154,29 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [getattr(hook, "__self__", None) for hook in torch_internals.STEP_PRE_HOOKS.of(optimizer).values()]
 
 
+@runtime_checkable
+class StepsInParts(Protocol):
+    """What steps on a few parameters after the other, by the hooks that exchange tensors."""
+
+    def step_in_parts(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step on everything that has a gradient."""
+
+
 def exchange_last(optimizer: torch.optim.Optimizer) -> None:
     """Let hooks that exchange tensors come after all others that run before a step: those see what it holds else."""
     hooks = torch_internals.STEP_PRE_HOOKS.of(optimizer)
-    for key in [key for key, one in hooks.items() if isinstance(getattr(one, "__self__", None), StepsOnOthers)]:
-        hooks.move_to_end(key)
+    for kind in (StepsInParts, StepsOnOthers):
+        for key in [key for key, one in hooks.items() if isinstance(getattr(one, "__self__", None), kind)]:
+            hooks.move_to_end(key)
+
+
+def exchange_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
+    """The hooks that exchange tensors before a step, and those that put them back."""
+    tables = (torch_internals.STEP_PRE_HOOKS.of(optimizer), torch_internals.STEP_POST_HOOKS.of(optimizer))
+    before, after = (
+        [one for one in hooks.values() if isinstance(getattr(one, "__self__", None), StepsOnOthers)] for hooks in tables
+    )
+    return before, after
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
