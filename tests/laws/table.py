@@ -329,6 +329,8 @@ TABLE = [
         options={"plan": {"inner.both": "column:2", "inner.back": "row"}},
         wrong={"plan": {"inner.both": "column:3", "inner.back": "row"}},
     ),
+    # A moment in 16 bits is off by 2**-8 at most, and a step, of lr=0.01, by as much.
+    row_of(weft.state_in_bf16, needs=(FULLY,), wrong={"seed": -1}, tolerance=1e-3, one_rank_tolerance=1e-3),
     row_of(weft.hooked, options={**TWO_BLOCKS, "before": leave, "after": leave}, wrong={"before": "nothing"}),
     row_of(weft.place, apply=put_in_place, wrong={"plan": {"cpu": 3}}),
 ]  # fmt: skip

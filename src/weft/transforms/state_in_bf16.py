@@ -11,7 +11,7 @@ import torch
 from weft.checks import check_count, check_optimizer
 from weft.context import DistContext
 from weft.context.placement import check_ranks_send
-from weft.contract import KeepsParameters, Part, offered, transform
+from weft.contract import KeepsParameters, Part, Phase, offered, transform
 from weft.engines.torch.compute.combined_optimizer import kinds_of
 from weft.engines.torch.compute.step_by_parts import StepByParts
 from weft.engines.torch.hooks.every_optimizer import parameters_of
@@ -33,16 +33,16 @@ _PART_BYTES = 64 * 2**20
 _LEAST_BYTES = 4
 
 
-@transform(changes=Part.STEP, excludes={"step_in_backward"}, collective=True)
+@transform(phase=Phase.FINISH, changes=Part.STEP, excludes={"step_in_backward"}, collective=True)
 def state_in_bf16(optimizer: O, ctx: DistContext, *, seed: int | None = None) -> tuple[O, DistContext]:
     """Keep the moments of AdamW or Adam in bfloat16 between steps: 4 bytes per parameter instead of 8.
 
     A step computes in the dtype of the parameters, on 64 MiB of them after the other, and rounds each moment up or down
     by chance, in proportion to how near it is to both neighbors, so that on average nothing is lost. Rounded to the
     nearest, a second moment would stand still: with beta2 = 0.999, a step changes it by less than half the distance
-    between two neighbors. The chance follows from the seed, the step, the name of the parameter and the place of the element in
-    the whole tensor (Philox): the numbers do not depend on the number of ranks or on how parameters are sharded, and a
-    resumed run continues as if it had not ended. Checkpoints hold the 16 bits.
+    between two neighbors. The chance follows from the seed, the step, the name of the parameter and the place of the
+    element in the whole tensor (Philox): the numbers do not depend on the number of ranks or on how parameters are
+    sharded, and a resumed run continues as if it had not ended. Checkpoints hold the 16 bits.
 
     Of the optimizers that `optimizers` has made one, those of other classes keep their state as it is.
 
@@ -104,7 +104,7 @@ def state_in_bf16(optimizer: O, ctx: DistContext, *, seed: int | None = None) ->
             "state_in_bf16: the state of single parameters is not there",
             found="DeepSpeed, which keeps state in pieces" if pieces else "fuse_step, which steps on flat buffers",
             expected='zero_partition(engine="torch"), without fuse_step',
-            fix=f"leave state_in_bf16 or {'DeepSpeed' if pieces else 'fuse_step'} out",
+            fix="leave state_in_bf16 out",
         )
     ctx.agree("state_in_bf16", {"optimizer": type(optimizer).__name__, "seed": seed})
     return optimizer, ctx.offering(Bf16State(optimizer, ctx, ctx.seed if seed is None else seed))

@@ -61,7 +61,7 @@ def _let_go(member: torch.optim.Optimizer) -> None:
 def kinds_of(optimizer: torch.optim.Optimizer) -> list[type[torch.optim.Optimizer]]:
     """The class by which each group of an optimizer is stepped on."""
     if not isinstance(optimizer, CombinedOptimizer):
-        return [type(optimizer)] * len(optimizer.param_groups)
+        return [type(optimizer) for _ in optimizer.param_groups]
     return [type(member) for member, count in optimizer.members for _ in range(count)]
 
 

@@ -57,26 +57,29 @@ class StepByParts:
 
     def step_in_parts(self, optimizer: torch.optim.Optimizer) -> None:
         """Step on everything that has a gradient; the optimizer's own step, which comes then, finds none."""
-        self._show_gradients()  # the last step raised
         step, given = plain_step(optimizer), ((optimizer,), dict[str, Any]())
         before, after = exchange_hooks(optimizer)
         live = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
         for parameter, _ in live:
             parameter.grad = None
         self._hidden = live
-        for part in self._parts(live):
-            parameters = [parameter for parameter, _ in part]
-            for parameter, gradient in part:
-                parameter.grad = gradient
-            self._ready(parameters)
-            for hook in before:
-                hook(optimizer, *given)
-            step(optimizer)
-            for hook in after:
-                hook(optimizer, *given)
-            self._put_away(parameters)
-            for parameter in parameters:
-                parameter.grad = None
+        try:
+            for part in self._parts(live):
+                parameters = [parameter for parameter, _ in part]
+                for parameter, gradient in part:
+                    parameter.grad = gradient
+                self._ready(parameters)
+                for hook in before:
+                    hook(optimizer, *given)
+                step(optimizer)
+                for hook in after:
+                    hook(optimizer, *given)
+                self._put_away(parameters)
+                for parameter in parameters:
+                    parameter.grad = None
+        except BaseException:
+            self._show_gradients()
+            raise
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._show_gradients()

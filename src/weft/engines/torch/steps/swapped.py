@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from weft import torch_internals
-from weft.engines.torch.compute.combined_optimizer import kinds_of, plain_step
+from weft.engines.torch.compute.combined_optimizer import CombinedOptimizer, kinds_of, plain_step
 from weft.errors import ContractError, value_error
 
 Groups = Sequence[Sequence[torch.Tensor]]
@@ -181,7 +181,8 @@ def exchange_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[An
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its update of an element is known to depend on that element alone."""
-    return len(elementwise_groups(optimizer)) == len(optimizer.param_groups)
+    one = not isinstance(optimizer, CombinedOptimizer)
+    return type(optimizer) in _ELEMENTWISE if one else {*kinds_of(optimizer)} <= {*_ELEMENTWISE}
 
 
 def elementwise_groups(optimizer: torch.optim.Optimizer) -> list[int]:
