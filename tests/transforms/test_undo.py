@@ -257,3 +257,15 @@ def _partly(ctx):
 def test_records_of_other_modules_stay():
     for applied, of_two in run_ranks(_partly, 2):
         assert applied == ["replicate", "accumulate_grads"] == of_two
+
+
+def test_what_was_done_to_parts_is_undone_with_the_module():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    model, ctx = weft.with_precision(model, weft.local(), {"1": "fp32", "*": "bf16"})
+    assert len(ctx.applied) == 2
+    model, ctx = weft.undo(model, ctx)
+    assert ctx.applied == ()
+    assert not any(
+        part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in model.modules()
+    )
+    weft.with_precision(model, ctx, {"1": "fp32", "*": "bf16"})

@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.checks import check_module
 from weft.context import DistContext
-from weft.contract import Undoable, check_known, forget, offered
+from weft.contract import Undoable, applied_to, check_known, forget, offered
 from weft.peers.agreement import disagree
 from weft.sharding import check_optimizers, exchange_parameters, groups_of, optimizers_in
 from weft.tensors.dtensor import is_sharded
@@ -22,7 +22,7 @@ M = TypeVar("M", bound=nn.Module)
 def undo(
     module: M, ctx: DistContext, *, rebind: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()
 ) -> tuple[M, DistContext]:
-    """Undo every transform of a module: plain class, plain full parameters, no hooks.
+    """Undo every transform of a module and of its parts: plain class, plain full parameters, no hooks.
 
     For the end of training, and for continuing with another strategy in the same process: `undo`,
     then the next transforms, with the optimizer's state kept. Values are not changed: a precision
@@ -56,15 +56,16 @@ def undo(
     """
     try:
         optimizers = _optimizers(module, ctx, rebind)
-        undoable = list(dict.fromkeys(offer for one in (module, *optimizers) for offer in offered(one, Undoable)))
-        check_known(module, ctx)
-        for optimizer in optimizers:
-            check_known(optimizer, ctx)
+        inner = [part for part in module.modules() if part is not module and applied_to(part)]
+        every = (*inner, module, *optimizers)
+        undoable = list(dict.fromkeys(offer for one in every for offer in offered(one, Undoable)))
+        for one in every:
+            check_known(one, ctx)
     except Exception as error:
         disagree(ctx.world, error)
         raise
     ctx.agree("undo", {"transforms": [type(one).__name__ for one in undoable], "rebind": groups_of(module, optimizers)})
-    for one in (module, *optimizers):
+    for one in every:
         ctx = forget(one, ctx)
     for undo in reversed(undoable):
         old = dict(module.named_parameters())
@@ -79,7 +80,7 @@ def _optimizers(
     """Those in `rebind`, and those that were partitioned together with the module."""
     given = optimizers_in("undo", rebind)
     check_module("undo", module, fix="model, ctx = weft.undo(model, ctx, rebind=optimizer)")
-    together = [ref() for record in ctx.records(module) for ref in record.refs]
+    together = [ref() for part in module.modules() for record in ctx.records(part) for ref in record.refs]
     found = (*given, *(one for one in together if isinstance(one, torch.optim.Optimizer)))
     if any(is_sharded(p) or is_elsewhere(p) for p in module.parameters()):
         check_optimizers("undo", module, found)
