@@ -59,8 +59,8 @@ class Assembled(Generic[M, O]):
 
 class _AssembleOptions(TypedDict, total=False):
     loader: Any
-    precision: PolicyName | Precision | partial[Any] | None
-    recompute: Selection | partial[Any] | None
+    precision: PolicyName | Precision | Mapping[str, PolicyName | Precision] | partial[Any] | None
+    recompute: Selection | Mapping[str, Any] | partial[Any] | None
     strategy: Strategy | Sequence[Strategy]
     compile: bool | partial[Any]
     accumulate: int | partial[Any] | None
@@ -80,8 +80,8 @@ def assemble(
     model: Any,
     optimizer: Any = None,
     loader: Any = None,
-    precision: PolicyName | Precision | partial[Any] | None = None,
-    recompute: Selection | partial[Any] | None = None,
+    precision: PolicyName | Precision | Mapping[str, PolicyName | Precision] | partial[Any] | None = None,
+    recompute: Selection | Mapping[str, Any] | partial[Any] | None = None,
     strategy: Strategy | Sequence[Strategy] = "replicate",
     compile: bool | partial[Any] = False,
     accumulate: int | partial[Any] | None = None,
@@ -99,7 +99,8 @@ def assemble(
         model: Any module.
         optimizer: A function that makes the optimizer from the model; called when the parameters are final.
         loader: A `DataLoader` of the whole dataset, for `shard_data`.
-        precision: Policy of `with_precision`. With a policy that scales losses, `skip_nonfinite` is applied too.
+        precision: Policy of `with_precision`, or a table of them by name. With a policy that scales losses,
+            `skip_nonfinite` is applied too.
         recompute: Blocks of `recompute`.
         strategy: "replicate", "fully_shard", or a transform, such as `weft.fully_shard` or
             `partial(weft.zero_partition, stage=2)`; or several of them, in order.
@@ -137,7 +138,9 @@ def assemble(
             bench.apply(each, ("model",))
     if optimizer is not None:
         bench.make(optimizer)
-    if optimizer is not None and any(offer.precision.scaling for offer in offered(model, PrecisionOffer)):
+    if optimizer is not None and any(
+        offer.precision.scaling for part in model.modules() for offer in offered(part, PrecisionOffer)
+    ):
         bench.apply(skip_nonfinite, ("optimizer",))
     for each in strategies:
         if _takes_optimizer(each):
