@@ -25,8 +25,6 @@ from weft.peers.ledger import Ledger
 from weft.tensors.dtensor import local
 from weft.tensors.sharded_grad import CutGradient
 
-_SAME = "an element that decides alike on all ranks: by names, grads.step, or what grads.sums and weft.reduce return"
-
 
 class GradChain:
     """The hook on one optimizer, and the number of its steps, which checkpoints keep.
@@ -131,10 +129,12 @@ class GradChain:
         self._seen += 1
         if self._peers is None or self._seen & (self._seen - 1):
             return
-        if self._seen == 1:
-            self._peers.agree("gradients that are left out", left, fix=_SAME)
-        else:
-            self._peers.compare("gradients that are left out", left, fix=_SAME)
+        compare = self._peers.agree if self._seen == 1 else self._peers.compare
+        compare(
+            "gradients that are left out",
+            left,
+            fix="return {name: g for name, g in grads.items() if name.endswith('weight')}  # by what all ranks know",
+        )
 
 
 def _on(element: Element, optimizer: torch.optim.Optimizer, ctx: DistContext) -> Element | SkippingStep:
@@ -152,7 +152,7 @@ def _alike_axes(modules: Sequence[nn.Module], ctx: DistContext) -> list[str]:
 
 def name_of(element: object) -> str:
     """An element, as errors and the record of the chain name it."""
-    return str(getattr(element, "__qualname__", type(element).__name__))
+    return str(getattr(element, "__qualname__", type(element).__name__)).rpartition("<locals>.")[2]
 
 
 def refuse_pieces() -> NoReturn:

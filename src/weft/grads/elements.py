@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import torch
 
-from weft.checks import as_number, check_count
+from weft.checks import check_count
 from weft.context import DistContext
-from weft.errors import ContractError, listed, type_error
+from weft.errors import ContractError, listed
 from weft.grads.limits import check_limit, gradients_of
 from weft.grads.named_grads import Element, NamedGrads
 from weft.grads.skipping import SkipNonfinite
@@ -131,7 +131,7 @@ def add_noise(std: float | Callable[[int], float], *, seed: int | None = None) -
     "Deep Learning with Differential Privacy", CCS 2016.
 
     Args:
-        std: The standard deviation, or a function that returns it for a step, from 0.
+        std: The standard deviation, > 0; or a function that returns it for a step, from 0.
         seed: 0 <= seed < 2**63; default: `ctx.seed`. Keep it secret where the noise protects privacy.
 
     Returns:
@@ -139,20 +139,15 @@ def add_noise(std: float | Callable[[int], float], *, seed: int | None = None) -
 
     Raises:
         TypeError: `std` is neither a number nor a function.
-        ValueError: `seed` is out of range.
+        ValueError: `std` is not > 0, or `seed` is out of range.
 
     Example:
         >>> import weft
         >>> add_noise(lambda step: (0.01 / (1 + step) ** 0.55) ** 0.5, seed=3).__qualname__
         'add_noise(a function, seed=3)'
     """
-    if not callable(std) and as_number(std) is None:
-        raise type_error(
-            f"add_noise: std = {std!r:.80} is no number",
-            found=type(std).__name__,
-            expected="a number, or a function of the step that returns one",
-            fix="weft.grads.add_noise(0.01)",
-        )
+    if not callable(std):
+        check_limit("add_noise", "std", std, call="weft.grads.add_noise(", more=", or a function of the step")
     if seed is not None:
         check_count("add_noise", "seed", seed, least=0, below=2**63, fix="weft.grads.add_noise(0.01, seed=0)")
 

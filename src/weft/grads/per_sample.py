@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from weft import torch_internals
 from weft.checks import check_count, check_module
 from weft.context import DistContext
-from weft.contract import KeepsParameters, offered
+from weft.contract import KeepsParameters, applied_to, offered
 from weft.errors import ContractError, listed, value_error
 from weft.precision import PrecisionOffer
 from weft.tensors.dtensor import is_sharded
@@ -38,7 +38,7 @@ def grad_samples(
     Changes: nothing. Collectives: none, so ranks may have any number of samples, or none.
 
     Args:
-        module: Whole on this rank: alone, or with `replicate` or `zero_partition` in stages 1, in any precision that
+        module: Whole on this rank: alone, or with `replicate` or `zero_partition` in stage 1, in any precision that
             does not scale the loss.
         ctx: The current context.
         loss: A function of the module and of a batch of one sample, as of a batch of any size; returns a single
@@ -50,8 +50,8 @@ def grad_samples(
         Gradients [samples, *shape of the parameter] by the name of the parameter, in its dtype.
 
     Raises:
-        ContractError: Parameters are sharded, or on other ranks; or the loss is scaled (fp16); or a batch norm or a
-            dropout is in training mode: samples depend on each other, or masks on their number.
+        ContractError: Parameters are sharded, or on other ranks; or the loss is scaled (fp16); or with `recompute`; or
+            a batch norm or a dropout is in training mode: samples depend on each other, or masks on their number.
         ValueError: The tensors of the batch have other numbers of samples, or there are none; or `chunk_size` < 1.
         TypeError: `module` is not a module.
 
@@ -112,13 +112,14 @@ def _check_whole(module: nn.Module) -> None:
     """Raise unless gradients of single samples can be computed on this rank alone."""
     cut = [name for name, p in module.named_parameters() if is_sharded(p) or is_elsewhere(p)]
     scaled = any(offer.precision.scaling is not None for offer in offered(module, PrecisionOffer))
-    elsewhere = any(offered(part, KeepsParameters) for part in module.modules())
-    if cut or scaled or elsewhere:
+    other = [record.name for part in module.modules() for record in applied_to(part) if record.name == "recompute"]
+    other += ["DeepSpeed" for part in module.modules() if offered(part, KeepsParameters)] + ["fp16"] * scaled
+    if cut or other:
         raise ContractError(
-            f"grad_samples: {type(module).__name__} does not compute on this rank alone, in true units",
-            found=f"sharded or on other ranks: {listed(cut)}" if cut else "fp16" if scaled else "DeepSpeed",
-            expected="whole parameters on every rank, in float32 or bf16",
-            fix="model, ctx = weft.replicate(model, ctx)  # in place of a strategy that shards, without fp16",
+            f"grad_samples: {type(module).__name__} is not computed on this rank alone, in true units and once",
+            found=f"sharded or on other ranks: {listed(cut)}" if cut else listed(other),
+            expected="whole parameters on every rank, in float32 or bf16; torch.func has no rules for recompute",
+            fix="model, ctx = weft.replicate(model, ctx)  # in place of a strategy that shards, fp16 or recompute",
         )
 
 
