@@ -6,7 +6,6 @@ from torch import nn
 
 import weft
 from tests.fix_lines.told import told
-from weft.testing import run_ranks
 
 X = torch.ones(3, 4)
 
@@ -26,7 +25,7 @@ def _mean(model, x, y=None):
 def _chained(fix_of, *elements):
     """The line is a call of `grad_chain`, or of an element for one; then a step works."""
     model, ctx = weft.replicate(_net(), weft.local())
-    made = fix_of.run(model=model, optimizer=_sgd(model), ctx=ctx)
+    made = fix_of.run(torch=torch, model=model, optimizer=_sgd(model), ctx=ctx)
     optimizer = made["optimizer"]
     for element in elements:
         optimizer, ctx = weft.grad_chain(optimizer, ctx, element)
@@ -50,7 +49,7 @@ def test_parameters_without_names():
     model = _net()
     with told("grads/named_grads.py", "have no names") as it:
         weft.grad_chain(_sgd(model), weft.local(), weft.grads.clip_norm(1.0))
-    weft.grad_chain(it.run(model=model)["optimizer"], weft.local(), weft.grads.clip_norm(1.0))
+    weft.grad_chain(it.run(torch=torch, model=model)["optimizer"], weft.local(), weft.grads.clip_norm(1.0))
 
 
 class Keeper:
@@ -81,7 +80,7 @@ def keep_elsewhere(module: nn.Module, ctx: weft.DistContext) -> tuple[nn.Module,
 
 def test_gradients_in_pieces():
     model, ctx = keep_elsewhere(_net(), weft.local())
-    with told("grads/chain.py", "deepspeed") as it:
+    with told("transforms/grad_chain.py", "deepspeed") as it:
         weft.grad_chain(_sgd(model), ctx, weft.grads.clip_norm(1.0))
     model = _net()
     made = it.run(model=model, optimizer=_sgd(model), ctx=weft.local())
@@ -107,20 +106,6 @@ def _follow(fix):
     optimizer.step()
 
 
-def _differ(ctx):
-    model, ctx = weft.replicate(_net(), ctx)
-    optimizer, ctx = weft.grad_chain(_sgd(model), ctx, lambda grads, ctx: grads if ctx.rank else {})
-    _mean(model, X).backward()
-    with told("grads/chain.py", "gradients that are left out") as it:
-        optimizer.step()
-    return it.fix
-
-
-def test_ranks_that_leave_out_other_gradients():
-    for fix in run_ranks(_differ, 2):
-        _follow(fix)
-
-
 def test_arguments_of_elements():
     with told("grads/elements.py", "'seed', seed") as it:
         weft.grads.add_noise(0.1, seed=-1)
@@ -133,22 +118,9 @@ def test_arguments_of_elements():
     it.run(nn=nn, num=4, dim=2)
 
 
-def test_samples_of_modules_that_do_not_compute_alone():
-    def sharded(ctx):
-        model, ctx = weft.fully_shard(_net(), ctx)
-        with told("grads/per_sample.py", "is not computed on this rank alone") as it:
-            weft.grads.grad_samples(model, ctx, _mean, X)
-        return it.fix
-
-    names = {"model": _net(), "ctx": weft.local()}
-    for fix in run_ranks(sharded, 2):
-        exec(fix, {"weft": weft}, names)
-    weft.grads.grad_samples(names["model"], names["ctx"], _mean, X)
-
-
 def test_samples_that_are_mixed():
     model = nn.Sequential(_net(), nn.BatchNorm1d(2))
-    with told("grads/per_sample.py", "mix samples, or draw masks") as it:
+    with told("grads/per_sample.py", "does not follow from the sample") as it:
         weft.grads.grad_samples(model, weft.local(), _mean, X)
     it.run(model=model)
     weft.grads.grad_samples(model, weft.local(), _mean, X)

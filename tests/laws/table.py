@@ -16,7 +16,6 @@ from torch.torch_version import TorchVersion
 import weft
 from tests.known_transforms import objects_of
 from weft.testing.law_job import Model
-from weft.testing.element_laws import chain_row
 from weft.testing.laws import Job, Parts, Row
 
 
@@ -230,6 +229,21 @@ def by_name(grads, ctx):
         for name, gradient in grads.items()
         if grads.step or not name.startswith("head")
     }
+
+
+def chain(parts: Parts, ctx, elements):
+    parts.optimizer, ctx = weft.grad_chain(parts.optimizer, ctx, *elements)
+    return ctx
+
+
+def chain_row(*elements, job=Job, **facts):
+    """The row of a chain, of which the reference calls the elements by hand."""
+    given = {
+        "apply": partial(chain, elements=elements),
+        "break_input": partial(chain, elements=(*elements, None)),
+        "job": partial(job, elements=elements),
+    }
+    return row_of(weft.grad_chain, **{**given, **facts})
 
 
 EMPTY = {"uneven": "empty"}

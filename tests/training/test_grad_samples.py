@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, dropout
 import weft
 from weft.errors import ContractError
 from weft.grads import add_noise, grad_samples
-from weft.keyed_random.elements import normal_block
+from weft.keyed_random.philox import normal_block
 from weft.rng import mix
 from weft.tensors.blocks import whole
 from weft.testing import largest_difference, run_ranks
@@ -59,10 +59,10 @@ def test_each_gradient_is_that_of_a_backward_pass(chunk_size):
     expected = _one_by_one(model, x[:7], y[:7])
     found = grad_samples(model, weft.local(), loss_of, x[:7], y[:7], chunk_size=chunk_size)
     assert list(found) == list(expected) and "frozen.weight" not in found and "head.weight" not in found
-    assert largest_difference(found, expected) < 1e-15
+    assert largest_difference(found, expected) < 1e-12
     assert all(p.grad is None for p in model.parameters())
     nested = grad_samples(model, weft.local(), lambda model, batch: loss_of(model, **batch), {"x": x[:7], "y": y[:7]})
-    assert largest_difference(nested, expected) < 1e-15
+    assert largest_difference(nested, expected) < 1e-12
 
 
 def test_a_batch_without_samples():
@@ -171,7 +171,7 @@ def test_an_error_of_the_loss_is_not_hidden():
 
 def _sharded(ctx):
     model, ctx = weft.fully_shard(_net(), ctx)
-    with pytest.raises(ContractError, match="(?s)grad_samples: .*sharded or on other ranks: words.weight"):
+    with pytest.raises(ContractError, match="(?s)grad_samples: .*words.weight .sharded."):
         grad_samples(model, ctx, loss_of, *_data())
 
 

@@ -12,7 +12,7 @@ import weft
 from tests.variants import slow_cases
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError
 from weft.grads import NamedGrads, add_noise, centralize, clip_norm, clip_value, skip_nonfinite
-from weft.keyed_random.elements import normal_block
+from weft.keyed_random.philox import normal_block
 from weft.rng import mix
 from weft.tensors.blocks import Block, whole
 from weft.testing import check_element, largest_difference, run_ranks
@@ -239,7 +239,7 @@ def _resumed(ctx):
         model, after = weft.fully_shard(_net(), ctx)
         optimizer, counts = torch.optim.AdamW(model.parameters(), lr=0.01), Counts()
         optimizer, after = weft.grad_chain(optimizer, after, *ELEMENTS, counts)
-        state, after = weft.checkpointable({"model": model, "optimizer": optimizer}, after)
+        state, after = weft.checkpointable({"model": model, "optimizer": optimizer, "mine": counts}, after)
         return model, optimizer, counts, state, after
 
     model, optimizer, counts, state, after = made()
@@ -387,7 +387,7 @@ def test_elements_are_functions_of_gradients_and_a_context(wrong):
     [
         (lambda grads: None, "NoneType, no mapping"),
         (lambda grads: {"nowhere": grads["weight"]}, "'nowhere', which has no gradient"),
-        (lambda grads: {"weight": 3.0}, "weight: float"),
+        (lambda grads: {"weight": 3.0}, "weight: float for"),
         (lambda grads: {"weight": grads["weight"][0]}, r"weight: torch.float32 \[2\] for torch.float32 \[2, 2\]"),
         (lambda grads: {"bias": grads["bias"].double()}, r"bias: torch.float64 \[2\]"),
     ],

@@ -10,11 +10,15 @@ import torch
 
 from weft.checks import check_count
 from weft.context import DistContext
+from weft.contract import offered
+from weft.engines.torch.amp.loss_scale import LossScale
+from weft.engines.torch.hooks.every_optimizer import parameters_of
+from weft.engines.torch.steps.skip import SkippingStep
 from weft.errors import ContractError, listed
-from weft.grads.limits import check_limit, gradients_of
+from weft.grads.limits import check_limit, gradients_of, known_modules
 from weft.grads.named_grads import Element, NamedGrads
-from weft.grads.skipping import SkipNonfinite
-from weft.keyed_random.elements import normal_block
+from weft.keyed_random.philox import normal_block
+from weft.precision import PrecisionOffer
 from weft.rng import mix
 from weft.tensors.dtensor import local
 
@@ -187,7 +191,33 @@ def skip_nonfinite() -> Element:
         >>> weft.was_skipped(optimizer)
         True
     """
-    return SkipNonfinite()
+    return skip_step
+
+
+def skip_step(grads: NamedGrads, ctx: DistContext) -> Mapping[str, torch.Tensor]:
+    """The element that `weft.grads.skip_nonfinite` returns, for which a chain has a `SkippingStep` of its optimizer.
+
+    Called by itself it returns all gradients, or none if one is not finite on some rank.
+    """
+    everyone = ctx.require_collective("skip_nonfinite").group if ctx.world_size > 1 else None
+    held = gradients_of(list(grads.parameters.values()), ctx)
+    return grads if held.checked_norm(math.inf, everyone).is_finite else {}
+
+
+def scales_of(optimizer: torch.optim.Optimizer, ctx: DistContext) -> list[LossScale] | None:
+    """The scales of all fp16 modules that a context knows; None if no module with a precision is the optimizer's."""
+    pairs = [(module, offer) for module in known_modules(ctx) for offer in offered(module, PrecisionOffer)]
+    wanted = set(map(id, parameters_of(optimizer)))
+    if not any(wanted & {id(p) for p in module.parameters()} for module, _ in pairs):
+        return None
+    found = [offer.precise.scale for _, offer in pairs if offer.precise is not None]
+    return [scale for scale in found if scale is not None]
+
+
+def skipping_step(optimizer: torch.optim.Optimizer, ctx: DistContext) -> SkippingStep:
+    """What skips the steps of an optimizer, on all ranks alike, and moves the scales; not hooked yet."""
+    group = ctx.require_collective("skip_nonfinite").group if ctx.world_size > 1 else None
+    return SkippingStep(optimizer, scales_of(optimizer, ctx) or (), group)
 
 
 def _named(function: E, name: str) -> E:

@@ -5,9 +5,12 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (P
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
+
+from weft.tensors.blocks import Block
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -79,3 +82,45 @@ def keep_mask(lines: tuple[torch.Tensor, torch.Tensor], last: range, key: int, k
         for word, bits in enumerate(philox(counter, key)):
             torch.lt(bits, limit, out=kept[some, :, word])
     return kept.reshape(*low.shape, count * 4)[..., last.start - 4 * first :][..., : len(last)]
+
+
+def normal_block(block: Block, shape: Sequence[int], key: int, device: torch.device) -> torch.Tensor:
+    """Standard normal numbers for a block of a tensor: that block of what is drawn for the whole.
+
+    Source: Box and Muller, "A Note on the Generation of Random Normal Deviates", 1958.
+
+    Args:
+        block: Which one.
+        shape: Of the whole tensor.
+        key: Separates draws, 0 <= key < 2**64.
+        device: Where the numbers are drawn.
+
+    Returns:
+        float64, of the shape of the block; float32 on mps, which has no wider numbers.
+    """
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    offsets, sizes, whole = block.offsets or (0,), block.shape or (1,), tuple(shape) or (1,)
+    lines = torch.zeros((), dtype=torch.int64, device=device)
+    for offset, size, length in zip(offsets[:-1], sizes[:-1], whole[:-1], strict=True):
+        lines = lines[..., None] * length + torch.arange(offset, offset + size, device=device)
+    lines = lines.reshape(-1, 1)
+    # Two neighbors of the last dimension share a counter.
+    first, end = offsets[-1] // 2, -(-(offsets[-1] + sizes[-1]) // 2)
+    pairs = torch.arange(first, end, device=device)
+    drawn = torch.empty(len(lines), len(pairs), 2, dtype=wide, device=device)
+    step = max((_CACHED if device.type == "cpu" else _AT_ONCE) // max(len(pairs), 1), 1)
+    for start in range(0, len(lines), step):
+        some = lines[start : start + step]
+        a, b, c, d = philox([pairs, some & 0xFFFFFFFF, some >> 32, torch.zeros_like(some)], key)
+        radius = (-2 * _uniform(a, b, wide).log()).sqrt()
+        angle = 2 * math.pi * _uniform(c, d, wide)
+        torch.mul(radius, angle.cos(), out=drawn[start : start + step, :, 0])
+        torch.mul(radius, angle.sin(), out=drawn[start : start + step, :, 1])
+    begin = offsets[-1] - 2 * first
+    return drawn.flatten(1)[:, begin : begin + sizes[-1]].reshape(block.shape)
+
+
+def _uniform(high: torch.Tensor, low: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Two words of 32 bits as a number in (0, 1), of which 53 bits count."""
+    bits = ((high >> 5) << 26) | (low >> 6)
+    return (bits.to(dtype) + 0.5) * 2.0**-53

@@ -20,26 +20,6 @@ from weft.transforms.tensor_parallel import tensor_parallel
 _LAYERS = ("first", "second", "third")
 
 
-def chain_row(*elements: Element, **facts: Any) -> Row:
-    """The row of a chain of these elements, for the laws; the reference calls them on whole gradients.
-
-    Args:
-        elements: As for `weft.grad_chain`.
-        facts: Fields of `Row`.
-    """
-    job = facts.pop("job", Job)
-    return Row(
-        **{
-            "name": "grad_chain",
-            "apply": partial(_chain, elements=elements),
-            "on_optimizer": True,
-            "job": partial(job, elements=elements),
-            "break_input": partial(_chain, elements=(*elements, None)),
-            **facts,
-        }
-    )
-
-
 def check_element(*elements: Element) -> None:
     """Check that a chain of your elements computes in any layout what it computes on whole gradients.
 
@@ -68,20 +48,24 @@ def check_element(*elements: Element) -> None:
         ("fully_shard", partial(fully_shard, units=nn.Linear), None),
         ("tensor_parallel", partial(tensor_parallel, plan=gathered), {"tensor": -1}),
     ):
-        strategy = Row(name=name, apply=partial(_strategy, transform=transform), synchronizes=True, mesh=mesh)
-        row = chain_row(*elements, name=f"grad_chain after {name}", needs=(strategy,), mesh=mesh)
+        apply = partial(_apply, part="module", transform=transform)
+        row = Row(
+            name=f"grad_chain after {name}",
+            needs=(Row(name=name, apply=apply, synchronizes=True),),
+            apply=partial(_apply, part="optimizer", transform=grad_chain, options=elements),
+            on_optimizer=True,
+            mesh=mesh,
+            job=partial(Job, elements=elements),
+        )
         if name == "replicate":
             one_rank_changes_nothing(row)
             leaves_no_trace(row)
         ranks_equal_reference(row)
 
 
-def _strategy(parts: Parts, ctx: DistContext, transform: Callable[..., Any]) -> DistContext:
-    parts.module, ctx = transform(parts.module, ctx)
-    return ctx
-
-
-def _chain(parts: Parts, ctx: DistContext, elements: tuple[Any, ...]) -> DistContext:
-    assert parts.optimizer is not None
-    parts.optimizer, ctx = grad_chain(parts.optimizer, ctx, *elements)
-    return ctx
+def _apply(
+    parts: Parts, ctx: DistContext, part: str, transform: Callable[..., Any], options: tuple[Any, ...] = ()
+) -> DistContext:
+    changed, next_ctx = transform(getattr(parts, part), ctx, *options)
+    setattr(parts, part, changed)
+    return next_ctx  # type: ignore[no-any-return]
