@@ -16,8 +16,6 @@ from weft.errors import OrderError, listed
 from weft.tensors.blocks import Held, cut_as, hold
 from weft.tensors.dtensor import is_sharded, resting_parameters
 
-Element: TypeAlias = Callable[["NamedGrads", DistContext], Mapping[str, torch.Tensor | None]]
-
 
 class NamedGrads(Mapping[str, torch.Tensor]):
     """The gradients of an optimizer's parameters before a step, by the names that a module gives the parameters.
@@ -100,6 +98,9 @@ class NamedGrads(Mapping[str, torch.Tensor]):
             for name, total in zip(names, message.split(sizes), strict=True):
                 totals[name] = total.view(parts[name].shape)
         return totals
+
+
+Element: TypeAlias = Callable[[NamedGrads, DistContext], Mapping[str, torch.Tensor | None]]
 
 
 def _cut_over(parameter: torch.Tensor, *, rows: bool) -> Iterator[dist.ProcessGroup]:

@@ -17,8 +17,6 @@ from weft.transforms.grad_chain import grad_chain
 from weft.transforms.replicate import replicate
 from weft.transforms.tensor_parallel import tensor_parallel
 
-_LAYERS = ("first", "second", "third")
-
 
 def check_element(*elements: Element) -> None:
     """Check that a chain of your elements computes in any layout what it computes on whole gradients.
@@ -42,7 +40,7 @@ def check_element(*elements: Element) -> None:
         >>> import weft
         >>> check_element(weft.grads.clip_value(0.01))
     """
-    gathered = dict.fromkeys(_LAYERS, "gather")
+    gathered: dict[str, str] = dict.fromkeys(("first", "second", "third"), "gather")
     for name, transform, mesh in (
         ("replicate", replicate, None),
         ("fully_shard", partial(fully_shard, units=nn.Linear), None),
