@@ -12,7 +12,6 @@ from weft.context import DistContext
 from weft.contract import offered, owners
 from weft.contract.layout import apart_axes
 from weft.engines.torch.hooks.every_optimizer import parameters_of
-from weft.engines.torch.steps.in_backward import check_has_gradients
 from weft.engines.torch.steps.skip import SkippingStep
 from weft.engines.torch.steps.swapped import after_closure, exchange_last
 from weft.errors import ContractError, listed
@@ -69,7 +68,6 @@ class GradChain:
         if any(one.skipped for one in skips):
             return  # there are no gradients, on no rank
         named = self._names(optimizer)
-        check_has_gradients("grad_chain", named.values())
         left: dict[str, object] = {}
         grads = NamedGrads(named, number)
         for grads.place, element in enumerate(self._elements):

@@ -136,10 +136,11 @@ def add_noise(std: float | Callable[[int], float], *, seed: int | None = None) -
 
     Args:
         std: The standard deviation, > 0; or a function that returns it for a step, from 0.
-        seed: 0 <= seed < 2**63; default: `ctx.seed`. Keep it secret where the noise protects privacy.
+        seed: 0 <= seed < 2**63; default: `ctx.seed`. Keep it secret where the noise protects privacy, and with it what
+            `weft.explain` prints.
 
     Returns:
-        The element. It changes gradients in place and sends nothing. On a CPU it takes about 40 ns per element.
+        The element. It changes gradients in place and sends nothing. A core of a CPU draws 10 million numbers a second.
 
     Raises:
         TypeError: `std` is neither a number nor a function.

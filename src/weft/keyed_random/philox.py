@@ -108,14 +108,15 @@ def normal_block(block: Block, shape: Sequence[int], key: int, device: torch.dev
     first, end = offsets[-1] // 2, -(-(offsets[-1] + sizes[-1]) // 2)
     pairs = torch.arange(first, end, device=device)
     drawn = torch.empty(len(lines), len(pairs), 2, dtype=wide, device=device)
-    step = max((_CACHED if device.type == "cpu" else _AT_ONCE) // max(len(pairs), 1), 1)
-    for start in range(0, len(lines), step):
-        some = lines[start : start + step]
-        a, b, c, d = philox([pairs, some & 0xFFFFFFFF, some >> 32, torch.zeros_like(some)], key)
-        radius = (-2 * _uniform(a, b, wide).log()).sqrt()
-        angle = 2 * math.pi * _uniform(c, d, wide)
-        torch.mul(radius, angle.cos(), out=drawn[start : start + step, :, 0])
-        torch.mul(radius, angle.sin(), out=drawn[start : start + step, :, 1])
+    at_once = _CACHED if device.type == "cpu" else _AT_ONCE
+    for some, into in zip(pairs.split(at_once), drawn.split(at_once, 1), strict=True):
+        step = max(at_once // max(len(some), 1), 1)
+        for these, numbers in zip(lines.split(step), into.split(step), strict=True):
+            a, b, c, d = philox([some, these & _WORD, these >> 32, torch.zeros_like(these)], key)
+            radius = (-2 * _uniform(a, b, wide).log()).sqrt()
+            angle = 2 * math.pi * _uniform(c, d, wide)
+            torch.mul(radius, angle.cos(), out=numbers[..., 0])
+            torch.mul(radius, angle.sin(), out=numbers[..., 1])
     begin = offsets[-1] - 2 * first
     return drawn.flatten(1)[:, begin : begin + sizes[-1]].reshape(block.shape)
 
