@@ -124,7 +124,7 @@ POSITIONAL_OPTIONS = {
     "log": ["trackers"],  # what, when, from where, to whom
     "profile": ["folder"],  # where to
     "grad_chain": ["elements"],  # a pipeline, as torch.nn.Sequential takes it
-    "grad_samples": ["loss", "batch"],  # a function and its arguments, as torch.autograd.functional.jacobian has them
+    "grad_samples": ["loss"],  # a function, and then its arguments
     "all_or_none": ["what"],  # a name for people, as in pytest.raises
 }
 NO_OBJECT = [

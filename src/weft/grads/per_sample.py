@@ -47,7 +47,7 @@ def grad_samples(
         chunk_size: Samples at a time, for less memory of activations; the gradients of all are returned. Default: all.
 
     Returns:
-        Gradients [samples, *shape of the parameter] by the name of the parameter, in its dtype.
+        Gradients [samples, ...] by the name of the parameter, the dots for its shape, in its dtype.
 
     Raises:
         ContractError: Parameters are sharded, or on other ranks; or the loss is scaled (fp16); or with `recompute`; or
