@@ -320,11 +320,11 @@ def test_two_optimizers_one_of_which_steps_by_owners():
         assert largest_difference(found, expected) < 1e-12
 
 
-def test_a_chain_before_the_strategy_and_with_a_closure():
-    model, ctx = weft.sync_batch_norm(_net(), weft.local())
+def test_a_chain_after_the_strategy_and_with_a_closure():
+    model = _net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, ctx = weft.zero_partition(model, optimizer, weft.local(), stage=1)
     optimizer, ctx = weft.grad_chain(optimizer, ctx, *ELEMENTS)
-    model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=1)
     for step in range(STEPS):
 
         def closure(step=step):
@@ -412,6 +412,9 @@ def test_two_chains_lbfgs_and_steps_in_backward():
     optimizer, ctx = weft.step_in_backward(torch.optim.SGD(nn.Linear(1, 1).named_parameters()), weft.local())
     with pytest.raises(OrderError, match="either grad_chain or step_in_backward"):
         weft.grad_chain(optimizer, ctx, clip_norm(1.0))
+    model, optimizer, ctx = _linear(clip_norm(1.0))
+    with pytest.raises(OrderError, match="move the call of gather_step before that of grad_chain"):
+        weft.gather_step(optimizer, ctx)
     with pytest.raises(OrderError, match="have no names"):
         weft.grad_chain(torch.optim.SGD(nn.Linear(1, 1).parameters()), weft.local(), clip_norm(1.0))
 

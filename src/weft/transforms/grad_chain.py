@@ -9,7 +9,7 @@ import torch
 
 from weft.checks import check_optimizer
 from weft.context import DistContext
-from weft.contract import KeepsParameters, Part, offered, transform
+from weft.contract import KeepsParameters, Part, Phase, offered, transform
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.in_backward import check_has_gradients
 from weft.engines.torch.steps.skip import SkippingStep
@@ -22,7 +22,7 @@ from weft.grads.named_grads import Element
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
-@transform(changes=Part.STEP, after={"skip_nonfinite"}, excludes={"step_in_backward"}, collective=True)
+@transform(phase=Phase.FINISH, changes=Part.STEP, collective=True)
 def grad_chain(optimizer: O, ctx: DistContext, *elements: Element) -> tuple[O, DistContext]:
     """Call functions of the gradients by name before each step, in order: a pipeline from backward to the step.
 
@@ -53,8 +53,8 @@ def grad_chain(optimizer: O, ctx: DistContext, *elements: Element) -> tuple[O, D
     Raises:
         AlreadyApplied: `optimizer` has a chain.
         TypeError: There is no element, or one is no function of gradients and context; or this is not an optimizer.
-        OrderError: No module is known that has the parameters; or with `step_in_backward`, or DeepSpeed; or before
-            `skip_nonfinite`.
+        OrderError: No module is known that has the parameters; or with `step_in_backward`, or DeepSpeed; later, from
+            other transforms of the step, which come before it.
         ValueError: LBFGS, which evaluates the loss inside its step.
         ContextError: The ranks have other elements; in a step, they leave out different gradients.
         ContractError: In a step: an element returned something else than gradients.
