@@ -59,7 +59,7 @@ nitpick_ignore_regex = [
         "py:class",
         r"weft\..*\.(_\w+|[A-Z]|WindowSplitter|WindowSync|WindowBatches|MemoryCopy)",
     ),
-    ("py:class", r"weft\..*\.(Engine|TorchEngine|World|ReplicaGroup)"),
+    ("py:class", r"weft\..*\.(Engine|TorchEngine|World|ReplicaGroup|Held)"),
 ]
 
 _OWN_FIELDS = re.compile(r"(Changes|Collectives|Source): (.*)")

@@ -240,12 +240,12 @@ def test_clipping_of_something_without_gradients():
 def test_clipping_with_options_that_do_not_exist():
     model, ctx = backward(Net()), weft.local()
     for options in ({"max_norm": "1"}, {"max_norm": 1.0, "norm_type": "inf"}, {"max_value": "2"}):
-        with told("transforms/clip_grads.py", "is no number") as it:
+        with told("grads/limits.py", "is no number") as it:
             weft.clip_grads(model, ctx, **options)
         it.run(model=model, ctx=ctx)
     for options in ({"max_norm": 0}, {"max_norm": 0.5, "norm_type": -2.0}):
         model = backward(Net())
-        with told("transforms/clip_grads.py", "value!r} cannot be used") as it:
+        with told("grads/limits.py", "value!r} cannot be used") as it:
             weft.clip_grads(model, ctx, **options)
         it.run(model=model, ctx=ctx)
         assert weft.clip_grads(model, ctx) < 1.01

@@ -221,6 +221,31 @@ def sum_other_model(parts: Parts, ctx):
     return sum_all(other, None if ctx is None else ctx.only(0))
 
 
+def by_name(grads, ctx):
+    """Smaller steps for weights with large gradients; the head learns later."""
+    norms = grads.sums({name: grads.held(name).local.square().sum() for name in grads})
+    return {
+        name: gradient / (1 + norms[name].sqrt()) if name.endswith("weight") else gradient
+        for name, gradient in grads.items()
+        if grads.step or not name.startswith("head")
+    }
+
+
+def chain(parts: Parts, ctx, elements):
+    parts.optimizer, ctx = weft.grad_chain(parts.optimizer, ctx, *elements)
+    return ctx
+
+
+def chain_row(*elements, job=Job, **facts):
+    """The row of a chain, of which the reference calls the elements by hand."""
+    given = {
+        "apply": partial(chain, elements=elements),
+        "break_input": partial(chain, elements=(*elements, None)),
+        "job": partial(job, elements=elements),
+    }
+    return row_of(weft.grad_chain, **{**given, **facts})
+
+
 EMPTY = {"uneven": "empty"}
 SHARD = row_of(weft.shard_data, options=EMPTY, wrong={"uneven": "nonsense"})
 REPLICATE = row_of(weft.replicate, synchronizes=True, wrong={"bucket_bytes": -1})
@@ -304,10 +329,14 @@ COMPILED = row_of(weft.compile, options={"backend": "eager"}, wrong={"backend": 
 CONTEXT = row_of(weft.context_parallel, mesh={"data": -1, "context": 2}, job=Sequences, wrong={"method": "nothing"})
 AVERAGE = row_of(weft.average_weights, wrong={"decay": 2.0})
 
+CHAIN = chain_row(
+    weft.grads.clip_norm(0.1), weft.grads.centralize(), weft.grads.add_noise(0.01), by_name, needs=(FULLY,)
+)
+
 # Those with a name are needed below or by other tests; a new transform needs one more row here.
 TABLE = [
     SHARD, REPLICATE, FLAT, FP32, BF16, FP16, ACCUMULATE, NORMS, CUSTOM, FULLY, HYBRID, EXPERTS, TENSOR, STAGES, ZERO1,
-    ZERO2, ZERO3, LOCAL, RECOMPUTE, COMPILED, CONTEXT, AVERAGE, DROPOUT,
+    ZERO2, ZERO3, LOCAL, RECOMPUTE, COMPILED, CONTEXT, AVERAGE, DROPOUT, CHAIN,
     row_of(weft.shard_data, "join,keyed", options={"uneven": "join", "keyed": True}, wrong={"mode": "x"}),
     row_of(weft.replicate, "unused", synchronizes=True, options={"unused": "zero"}, wrong={"unused": "sometimes"}),
     row_of(weft.replicate, "buckets", synchronizes=True, options={"bucket_bytes": 64}),

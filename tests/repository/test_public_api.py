@@ -30,6 +30,7 @@ MODULES = {
     "data": "BatchMath DataPlan Mixture SeekableStream ShardedLoader Window Windows batch_math find_batch_size "
     "length_batches mix pack_collate pad_collate padding_share split_between split_sequence",
     "environments": "Topology first_host topology",
+    "grads": "NamedGrads add_noise centralize clip_norm clip_value grad_samples skip_nonfinite",
     "metrics": "SampleIds denominator gather_metrics weighted_mean",
     "rng": "Seeded Seeds keyed_uniform set_seed sync_rng worker_seeds",
     "interop": "import_deepspeed",
@@ -54,7 +55,7 @@ ERRORS = [
 ]  # fmt: skip
 TYPES = [n for n in WHERE if isinstance(_named(n), type)]
 PROTOCOLS = [f"contract.{name}" for name in ("GradSync", "ReducesIn", "Undoable")]
-TESTING = ["fake", "run_ranks", "assert_equivalent", "assert_rehearsed", "largest_difference"]
+TESTING = ["check_element", "fake", "run_ranks", "assert_equivalent", "assert_rehearsed", "largest_difference"]
 
 
 # -- names -------------------------------------------------------------------------------------------
@@ -122,6 +123,8 @@ POSITIONAL_OPTIONS = {
     "on_rank": ["rank"],  # reads as "on rank 0"
     "log": ["trackers"],  # what, when, from where, to whom
     "profile": ["folder"],  # where to
+    "grad_chain": ["elements"],  # a pipeline, as torch.nn.Sequential takes it
+    "grad_samples": ["loss"],  # a function, and then its arguments
     "all_or_none": ["what"],  # a name for people, as in pytest.raises
 }
 NO_OBJECT = [
@@ -201,7 +204,12 @@ def test_a_function_takes_its_object_then_ctx_and_the_rest_by_name(name):
 def test_no_function_takes_arguments_without_a_name(name):
     kinds = [p.kind for p in _parameters(name)]
     assert inspect.Parameter.VAR_KEYWORD not in kinds
-    assert inspect.Parameter.VAR_POSITIONAL not in kinds or name in ("compose", "launch_function")
+    assert inspect.Parameter.VAR_POSITIONAL not in kinds or name in (
+        "compose",
+        "grad_chain",
+        "grad_samples",
+        "launch_function",
+    )
 
 
 def test_same_thing_same_word():
@@ -214,7 +222,7 @@ def test_same_thing_same_word():
 # -- docstrings --------------------------------------------------------------------------------------
 
 # Nothing they do can fail, apart from what Python itself or the parts raise.
-NEVER_RAISES = ["compose", "explain", "logger", "loss_scale", "offered", "progress"]
+NEVER_RAISES = ["centralize", "compose", "explain", "logger", "loss_scale", "offered", "progress"]
 
 
 def _section(doc, title):

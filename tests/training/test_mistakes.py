@@ -224,6 +224,21 @@ def gradients_not_cleared(ctx, strategy):
     _train(model, optimizer, loader, clears=False)
 
 
+def chain(ctx, element):
+    model, optimizer, loader, ctx = _begin(ctx)
+    optimizer, ctx = weft.grad_chain(optimizer, ctx, element)
+    _train(model, optimizer, loader)
+
+
+def halve(grads, ctx):
+    for gradient in grads.values():
+        gradient.mul_(0.5)
+
+
+def leave_out(grads, ctx):
+    return {name: gradient for name, gradient in grads.items() if ctx.rank}
+
+
 def fp16_without_skipping(ctx):
     loader, ctx = weft.shard_data(_loader(), ctx)
     model, ctx = weft.with_precision(_net(), ctx, "fp16")
@@ -728,6 +743,14 @@ CASES = [
     (optimizer_before_fully_shard, (), weft.errors.OrderError, "fully_shard: 1 optimizer(s) hold parameters of"),
     (optimizer_of_another_model, (weft.replicate,), weft.errors.ContractError, "replicate: SGD updates none of the"),
     (optimizer_of_another_model, (weft.fully_shard,), weft.errors.ContractError, "fully_shard: SGD updates none of"),
+    (chain, (weft.grads.clip_norm,), TypeError, "grad_chain: these are no functions of gradients and a context"),
+    (chain, (halve,), weft.errors.ContractError, "grad_chain: halve returned what are no gradients"),
+    (
+        chain,
+        (leave_out,),
+        weft.errors.ContextError,
+        "grad_chain: gradients that are left out: the ranks do not agree",
+    ),
     (gradients_not_cleared, (weft.replicate,), UserWarning, "replicate: a backward pass adds to gradients of"),
     (gradients_not_cleared, (weft.fully_shard,), UserWarning, "fully_shard: a backward pass adds to gradients of"),
     (fp16_without_skipping, (), weft.errors.ContractError, "with_precision: parameters of Sequential were updated by"),

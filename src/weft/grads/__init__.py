@@ -2,9 +2,8 @@
 
 named_grads.py  gradients by name, as they lie on this rank; sums over the ranks that hold the parts
 chain.py        the hook on an optimizer that calls one element after the other
-elements.py     clip_norm, clip_value, centralize, add_noise, skip_nonfinite
+elements.py     clip_norm, clip_value, centralize, add_noise, skip_nonfinite, also for fp16 scales
 limits.py       what clipping asks of its limits; parameters of which only some ranks have a gradient
-skipping.py     the step that is skipped, for the fp16 scales that a context knows
 per_sample.py   the gradients of each sample of a batch
 
 Tested by: tests/transforms/test_grad_chain.py, tests/transforms/test_clip_grads.py,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,7 @@ from weft.context import DistContext
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.errors import OrderError, listed
 from weft.tensors.blocks import Held, cut_as, hold
-from weft.tensors.dtensor import is_sharded, local, resting_parameters
-
-Element: TypeAlias = Callable[["NamedGrads", DistContext], Mapping[str, torch.Tensor | None]]
+from weft.tensors.dtensor import is_sharded, resting_parameters
 
 
 class NamedGrads(Mapping[str, torch.Tensor]):
@@ -57,9 +55,6 @@ class NamedGrads(Mapping[str, torch.Tensor]):
     @override
     def __len__(self) -> int:
         return len(self._grads)
-
-    def __repr__(self) -> str:
-        return f"NamedGrads({listed(self) or 'none'}; step {self.step})"
 
     def held(self, name: str) -> Held:
         """What of a gradient lies here: `.local` in the same memory, `.block.offsets` and `.block.shape` in the whole.
@@ -103,6 +98,9 @@ class NamedGrads(Mapping[str, torch.Tensor]):
             for name, total in zip(names, message.split(sizes), strict=True):
                 totals[name] = total.view(parts[name].shape)
         return totals
+
+
+Element: TypeAlias = Callable[[NamedGrads, DistContext], Mapping[str, torch.Tensor | None]]
 
 
 def _cut_over(parameter: torch.Tensor, *, rows: bool) -> Iterator[dist.ProcessGroup]:
@@ -150,9 +148,9 @@ def name_parameters(
     ids = set(map(id, wanted))
     named = [_names_in(one) for one in known if id(one) not in inner]
     named = [names for names in named if not ids.isdisjoint(names)]
-    found: dict[int, str] = {
-        id(p): name for entry in optimizer.param_groups for p, name in zip(entry["params"], _given(entry), strict=False)
-    }
+    found: dict[int, str] = {}
+    for entry in optimizer.param_groups:  # torch keeps names, if it was given some
+        found.update({id(p): name for p, name in zip(entry["params"], entry.get("param_names", ()), strict=False)})
     for number, names in reversed(list(enumerate(named))):
         found.update({one: name if len(named) == 1 else f"{number}.{name}" for one, name in names.items()})
     strange = [f"a parameter of shape {tuple(p.shape)}" for p in wanted if id(p) not in found]
@@ -171,15 +169,10 @@ def _names_in(module: nn.Module) -> dict[int, str]:
     return {id(p): name for name, p in zip(names, resting_parameters(module), strict=True)}
 
 
-def _given(entry: Mapping[str, Any]) -> Sequence[str]:
-    """The names that torch keeps of the parameters of a group, if it was given them."""
-    return cast("Sequence[str]", entry.get("param_names", ()))
-
-
-def same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape and dtype, and lie alike."""
-    if is_sharded(one) != is_sharded(other) or one.layout != other.layout:
-        return False
-    if is_sharded(one) and is_sharded(other) and one.placements != other.placements:
-        return False
-    return one.shape == other.shape and one.dtype == other.dtype and local(one).shape == local(other).shape
+def same_kind(value: object, other: torch.Tensor) -> bool:
+    """Whether a value is a tensor of the shape and dtype of another one, and lies as that does."""
+    return (
+        isinstance(value, torch.Tensor)
+        and (value.shape, value.dtype, value.layout) == (other.shape, other.dtype, other.layout)
+        and getattr(value, "placements", None) == getattr(other, "placements", None)
+    )

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from weft import torch_internals
 from weft.checks import check_count, check_module
 from weft.context import DistContext
-from weft.contract import KeepsParameters, offered
+from weft.contract import KeepsParameters, applied_to, offered
 from weft.errors import ContractError, listed, value_error
 from weft.precision import PrecisionOffer
 from weft.tensors.dtensor import is_sharded
@@ -38,7 +38,7 @@ def grad_samples(
     Changes: nothing. Collectives: none, so ranks may have any number of samples, or none.
 
     Args:
-        module: Whole on this rank: alone, or with `replicate` or `zero_partition` in stages 1, in any precision that
+        module: Whole on this rank: alone, or with `replicate` or `zero_partition` in stage 1, in any precision that
             does not scale the loss.
         ctx: The current context.
         loss: A function of the module and of a batch of one sample, as of a batch of any size; returns a single
@@ -47,11 +47,11 @@ def grad_samples(
         chunk_size: Samples at a time, for less memory of activations; the gradients of all are returned. Default: all.
 
     Returns:
-        Gradients [samples, *shape of the parameter] by the name of the parameter, in its dtype.
+        Gradients [samples, ...] by the name of the parameter, the dots for its shape, in its dtype.
 
     Raises:
-        ContractError: Parameters are sharded, or on other ranks; or the loss is scaled (fp16); or a batch norm or a
-            dropout is in training mode: samples depend on each other, or masks on their number.
+        ContractError: Parameters are sharded, or on other ranks; or the loss is scaled (fp16); or with `recompute`; or
+            a batch norm or a dropout is in training mode: samples depend on each other, or masks on their number.
         ValueError: The tensors of the batch have other numbers of samples, or there are none; or `chunk_size` < 1.
         TypeError: `module` is not a module.
 
@@ -74,17 +74,14 @@ def grad_samples(
             expected="tensors [samples, ...] with as many samples in each",
             fix=fix,
         )
-    _check_whole(module)
-    _check_independent(module)
-    trained = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+    _check_alone(module)
+    trained = {f"module.{name}": p.detach() for name, p in module.named_parameters() if p.requires_grad}
     if not sizes.pop():
-        return {name: p.new_zeros((0, *p.shape)) for name, p in trained.items()}
+        return {name.removeprefix("module."): p.new_zeros((0, *p.shape)) for name, p in trained.items()}
     holder = _LossOf(module, loss)
 
-    def loss_of_one(values: dict[str, torch.Tensor], sample: Any) -> torch.Tensor:
-        named = {f"module.{name}": value for name, value in values.items()}
-        found: torch.Tensor = functional_call(holder, named, map_tensors(lambda one: one[None], sample))
-        return found
+    def loss_of_one(values: dict[str, torch.Tensor], sample: Any) -> Any:
+        return functional_call(holder, values, map_tensors(lambda one: one[None], sample))
 
     each = vmap(grad(loss_of_one), in_dims=(None, 0), randomness="error", chunk_size=chunk_size)
     try:
@@ -92,8 +89,8 @@ def grad_samples(
     except RuntimeError as error:
         if "randomness" not in str(error):
             raise
-        _refuse_dependent("a random operation in forward, such as F.dropout or dropout in attention")
-    return {name: gradient.detach() for name, gradient in found.items()}
+        _refuse("a random operation in forward, such as F.dropout or dropout in attention")
+    return {name.removeprefix("module."): gradient.detach() for name, gradient in found.items()}
 
 
 class _LossOf(nn.Module):
@@ -108,39 +105,24 @@ class _LossOf(nn.Module):
         return self._loss(self.module, *sample)
 
 
-def _check_whole(module: nn.Module) -> None:
-    """Raise unless gradients of single samples can be computed on this rank alone."""
-    cut = [name for name, p in module.named_parameters() if is_sharded(p) or is_elsewhere(p)]
-    scaled = any(offer.precision.scaling is not None for offer in offered(module, PrecisionOffer))
-    elsewhere = any(offered(part, KeepsParameters) for part in module.modules())
-    if cut or scaled or elsewhere:
-        raise ContractError(
-            f"grad_samples: {type(module).__name__} does not compute on this rank alone, in true units",
-            found=f"sharded or on other ranks: {listed(cut)}" if cut else "fp16" if scaled else "DeepSpeed",
-            expected="whole parameters on every rank, in float32 or bf16",
-            fix="model, ctx = weft.replicate(model, ctx)  # in place of a strategy that shards, without fp16",
-        )
-
-
-def _check_independent(module: nn.Module) -> None:
-    """Raise for layers under which a sample computes otherwise in a batch, or draws."""
-    found = [
-        f"{name}: {type(part).__name__}"
-        for name, part in module.named_modules()
-        if part.training
-        and (
-            torch_internals.batch_norm.holds(part)
-            or (torch_internals.dropout.holds(part) and float(getattr(part, "p", 0)) > 0)
-        )
-    ]
+def _check_alone(module: nn.Module) -> None:
+    """Raise unless the gradient of a sample can be computed on this rank, and depends on this sample alone."""
+    found = [f"{name} (sharded)" for name, p in module.named_parameters() if is_sharded(p) or is_elsewhere(p)]
+    found += ["fp16" for offer in offered(module, PrecisionOffer) if offer.precision.scaling is not None]
+    for name, part in module.named_modules():
+        draws = torch_internals.dropout.holds(part) and float(getattr(part, "p", 0)) > 0
+        if part.training and (draws or torch_internals.batch_norm.holds(part)):
+            found.append(f"{name}: {type(part).__name__} in training mode")
+        found += [record.name for record in applied_to(part) if record.name == "recompute"]
+        found += ["DeepSpeed" for _ in offered(part, KeepsParameters)]
     if found:
-        _refuse_dependent(listed(found))
+        _refuse(listed(found))
 
 
-def _refuse_dependent(found: str) -> NoReturn:
+def _refuse(found: str) -> NoReturn:
     raise ContractError(
-        "grad_samples: layers in training mode mix samples, or draw masks",
+        "grad_samples: the gradient of a sample does not follow from the sample and the parameters of this rank alone",
         found=found,
-        expected="the gradient of a sample depends on this sample alone",
-        fix="model.eval()  # or nn.GroupNorm in place of batch norms, and nn.Dropout(0.0)",
+        expected="whole parameters, without a loss scale or recompute, and layers that neither mix samples nor draw",
+        fix="model.eval()  # for dropout and batch norms; nn.GroupNorm, and weft.replicate alone, work in any mode",
     )

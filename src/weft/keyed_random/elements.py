@@ -78,11 +78,11 @@ def _drawn(
     first, end = offsets[-1] // per_counter, -(-(offsets[-1] + sizes[-1]) // per_counter)
     counters = torch.arange(first, end, device=device)
     drawn = torch.empty(len(lines), len(counters), per_counter, dtype=dtype, device=device)
-    step = max((_CACHED if device.type == "cpu" else _AT_ONCE) // max(len(counters), 1), 1)
-    for start in range(0, len(lines), step):
-        some = lines[start : start + step]
-        words = philox([counters, some & 0xFFFFFFFF, some >> 32, torch.zeros_like(some)], key)
-        fill(words, drawn[start : start + step])
+    at_once = _CACHED if device.type == "cpu" else _AT_ONCE
+    for some, into in zip(counters.split(at_once), drawn.split(at_once, 1), strict=True):
+        step = max(at_once // max(len(some), 1), 1)
+        for these, numbers in zip(lines.split(step), into.split(step), strict=True):
+            fill(philox([some, these & 0xFFFFFFFF, these >> 32, torch.zeros_like(these)], key), numbers)
     begin = offsets[-1] - per_counter * first
     return drawn.flatten(1)[:, begin : begin + sizes[-1]].reshape(block.shape)
 

@@ -9,18 +9,20 @@ import torch
 
 from weft.checks import check_optimizer
 from weft.context import DistContext
-from weft.contract import KeepsParameters, Part, offered, transform
+from weft.contract import KeepsParameters, Part, Phase, offered, transform
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.in_backward import check_has_gradients
-from weft.errors import listed, type_error, value_error
-from weft.grads.chain import GradChain, name_of, refuse_pieces
+from weft.engines.torch.steps.skip import SkippingStep
+from weft.errors import OrderError, listed, type_error, value_error
+from weft.grads.chain import GradChain, name_of
+from weft.grads.elements import skip_step, skipping_step
 from weft.grads.limits import known_modules
 from weft.grads.named_grads import Element
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
-@transform(changes=Part.STEP, after={"skip_nonfinite"}, excludes={"step_in_backward"}, collective=True)
+@transform(phase=Phase.FINISH, changes=Part.STEP, collective=True)
 def grad_chain(optimizer: O, ctx: DistContext, *elements: Element) -> tuple[O, DistContext]:
     """Call functions of the gradients by name before each step, in order: a pipeline from backward to the step.
 
@@ -33,12 +35,12 @@ def grad_chain(optimizer: O, ctx: DistContext, *elements: Element) -> tuple[O, D
     to do alike; `grads.sums` adds up over those that hold parts of a tensor. Elements run without grad mode.
 
     Several optimizers have chains of their own; a norm is that of the parameters of one optimizer. Under `local_steps`
-    each replica changes its own gradients, with the same noise. The number of steps, and the state of elements with
-    `state_dict` and `load_state_dict`, are in checkpoints, with the optimizer.
+    each replica changes its own gradients, with the same noise. The number of steps is in checkpoints, with the
+    optimizer; an element with state is an object of its own in `checkpointable`.
 
     Changes: a hook on `optimizer`; in steps, gradients, in the memory where they lie.
-    Collectives: here, a meeting through the store. In `step`, those of the elements, a meeting in the first one, and a
-    note in the store at steps 2, 4, 8, ..., by which ranks that leave out different gradients are found.
+    Collectives: here, a meeting through the store. In `step`, those of the elements, and in steps 1, 2, 4, 8, ... a
+    meeting, at which ranks that leave out different gradients are found.
 
     Args:
         optimizer: Over parameters of modules that `ctx` knows, or made of `model.named_parameters()`.
@@ -51,8 +53,8 @@ def grad_chain(optimizer: O, ctx: DistContext, *elements: Element) -> tuple[O, D
     Raises:
         AlreadyApplied: `optimizer` has a chain.
         TypeError: There is no element, or one is no function of gradients and context; or this is not an optimizer.
-        OrderError: No module is known that has the parameters; or with `step_in_backward`, or DeepSpeed; or before
-            `skip_nonfinite`.
+        OrderError: No module is known that has the parameters; or with `step_in_backward`, or DeepSpeed; later, from
+            other transforms of the step, which come before it.
         ValueError: LBFGS, which evaluates the loss inside its step.
         ContextError: The ranks have other elements; in a step, they leave out different gradients.
         ContractError: In a step: an element returned something else than gradients.
@@ -88,19 +90,24 @@ def grad_chain(optimizer: O, ctx: DistContext, *elements: Element) -> tuple[O, D
         )
     check_has_gradients("grad_chain", parameters_of(optimizer))
     if any(offered(part, KeepsParameters) for module in known_modules(ctx) for part in module.modules()):
-        refuse_pieces()
+        raise OrderError(
+            'grad_chain: cannot be combined with zero_partition(engine="deepspeed")',
+            found="gradients that lie in pieces in the buffers of DeepSpeed, across the borders of parameters",
+            expected='gradients of single parameters; engine="torch" divides the same state',
+            fix='model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=2)  # engine="torch"',
+        )
     ctx.agree("grad_chain", {"optimizer": type(optimizer).__name__, "elements": list(map(name_of, elements))})
-    return optimizer, ctx.offering(GradChain(optimizer, elements, ctx))
+    chain = [skipping_step(optimizer, ctx) if one is skip_step else one for one in elements]
+    skips = (one for one in chain if isinstance(one, SkippingStep))
+    return optimizer, ctx.offering(GradChain(optimizer, chain, ctx), *skips)
 
 
 def _takes_gradients(element: object) -> bool:
     """Whether something can be called with gradients and a context, as far as its signature says."""
-    if not callable(element):
-        return False
     try:
-        inspect.signature(element).bind(None, None)
-    except TypeError:
+        inspect.signature(element).bind(None, None)  # type: ignore[arg-type]
+    except TypeError:  # it takes others, or cannot be called
         return False
-    except ValueError:  # it has none that Python knows
-        return True
+    except ValueError:  # Python does not know what it takes
+        return callable(element)
     return True

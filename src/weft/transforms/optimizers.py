@@ -26,7 +26,7 @@ def optimizers(module: nn.Module, table: Mapping[str, Build | None], ctx: DistCo
     For Muon on matrices and AdamW on the rest, for other rates or no weight decay by name. What is returned is an
     optimizer like any other, with the groups of all, in the order of the table: transforms, schedulers, `clip_grads`,
     checkpoints and `rebind=` take it as one, and it can be built before or after the strategy. Each group has its
-    pattern under "pattern".
+    pattern under "pattern", and torch's "param_names".
 
     Where parameters are in shards and one of them looks at whole tensors, as Muon does, `gather_step` comes next, as
     for that one alone; only groups of that kind are gathered.
@@ -126,8 +126,10 @@ def _built(pattern: str, build: Any, named: Mapping[str, nn.Parameter]) -> torch
     own = [name for name in ("state_dict", "load_state_dict") if not _is_of_torch(type(built), name)]
     if own:
         _raise_unusable(pattern, f"{type(built).__name__} keeps its state in a form of its own", listed(own))
+    names = {id(p): name for name, p in named.items()}
     for entry in built.param_groups:
         entry["pattern"] = pattern
+        entry["param_names"] = [names[id(p)] for p in entry["params"]]  # as torch keeps names
     return built
 
 

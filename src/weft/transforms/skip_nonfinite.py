@@ -11,8 +11,7 @@ from weft.context import DistContext
 from weft.contract import Part, Phase, applied_to, offered, transform
 from weft.engines.torch.steps.skip import SkippingStep
 from weft.errors import ContractError, OrderError, listed, value_error
-from weft.grads.chain import GradChain
-from weft.grads.skipping import scales_of, skipping_step
+from weft.grads.elements import scales_of, skipping_step
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
@@ -66,8 +65,7 @@ def skip_nonfinite(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
             fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
         )
     ctx.agree("skip_nonfinite", {"optimizer": type(optimizer).__name__, "fp16 modules": len(scales)})
-    step = skipping_step(optimizer, ctx)
-    return optimizer, ctx if step is None else ctx.offering(step.attach(optimizer))
+    return optimizer, ctx.offering(skipping_step(optimizer, ctx).attach(optimizer)) if scales else ctx
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
@@ -91,12 +89,12 @@ def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
         >>> weft.was_skipped(optimizer)
         False
     """
-    chains = [chain for chain in offered(optimizer, GradChain) if chain.skips]
-    if not chains and not any(record.name == "skip_nonfinite" for record in applied_to(optimizer)):
+    steps = offered(optimizer, SkippingStep)
+    if not steps and not any(record.name == "skip_nonfinite" for record in applied_to(optimizer)):
         raise ContractError(
             "was_skipped: this optimizer never skips a step",
             found=type(optimizer).__name__,
             expected="an optimizer that skip_nonfinite was applied to",
             fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
         )
-    return any(offer.skipped for offer in (*chains, *offered(optimizer, SkippingStep)))
+    return any(step.skipped for step in steps)

@@ -340,9 +340,9 @@ def _load_object(obj: Any, loaded: Any, undo: contextlib.ExitStack) -> None:
         held = _StateToLoad(obj.state_dict(), set())
         undo.callback(held.load_into, obj)
         loaded.load_into(obj)
-        for name, one in step_state_of(obj).items():
+        for name, kept in step_state_of(obj).items():
             if name in loaded.transforms:
-                _load(one, loaded.transforms[name], undo)
+                _load(kept, loaded.transforms[name], undo)
     elif isinstance(obj, nn.Module):
         here = {plain_name(name): name for name in obj.state_dict()}
         for name, value in loaded["extra"].items():

@@ -1,4 +1,4 @@
-"""Skip an optimizer's step when a gradient is not finite, on all ranks alike.
+"""Skip an optimizer's step when a gradient is not finite, on all ranks alike; with fp16, adjust the loss scales.
 
 A pre-hook that sets the gradients to None makes `step()` do nothing, on the user's plain
 optimizer; no wrapper stands in for it. With `step(closure)` the same happens after the closure.
@@ -11,6 +11,7 @@ steps after an overflow adjusts the scale.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from weft.engines.torch.amp.loss_scale import LossScale, check_finite
+from weft.engines.torch.compute.grad_norm import Gradients
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.swapped import after_closure
 
@@ -89,13 +91,17 @@ class SkippingStep:
         """Skip the step that is about to begin if it has to be, and adjust the scales."""
         self.skipped = False
         scales = [scale for scale in (ref() for ref in self._scales) if scale is not None]
+        parameters = parameters_of(optimizer)
+        if not self._scales:
+            held = Gradients(parameters, parameters[0].device, {})
+            if not held.checked_norm(math.inf, self._group).is_finite:
+                self._skip(parameters)
         if not scales:
             return
         for scale in scales:
             scale.unscale_after_error()
-        parameters = parameters_of(optimizer)
-        held = {id(p) for p in parameters}
-        own = [_holds(scale, held) for scale in scales]
+        ids = {id(p) for p in parameters}
+        own = [_holds(scale, ids) for scale in scales]
         changed = any(scale.was_changed(parameters) for scale, mine in zip(scales, own, strict=True) if mine)
         gradients = [p.grad for p in parameters if p.grad is not None]
         flags, bad_now, changed = self._flags(scales, gradients, changed=changed)
@@ -103,16 +109,19 @@ class SkippingStep:
         overflow = found and (changed or bad_now)
         skip = overflow or bad_now
         if skip:
-            self.skipped = True
-            for parameter in parameters:
-                parameter.grad = None
+            self._skip(parameters)
         _adjust(scales, own, flags, skip=skip, by_hand=bad_now and not overflow)
         for scale, mine in zip(scales, own, strict=True):
             self._seen[scale] = scale.backwards
             if mine:
-                scale.settle(held)
+                scale.settle(ids)
             else:
                 scale.forget_borders()
+
+    def _skip(self, parameters: list[torch.Tensor]) -> None:
+        self.skipped = True
+        for parameter in parameters:
+            parameter.grad = None
 
     def _flags(
         self, scales: list[LossScale], gradients: list[torch.Tensor], *, changed: bool
