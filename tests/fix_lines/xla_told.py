@@ -63,6 +63,9 @@ def single_strategies():
             weft.step_in_backward(optimizer, later)
         model(weft.to_device(torch.ones(2, 4), ctx)).sum().backward()
         it.run(optimizer=optimizer)
+        with told("transforms/state_in_bf16.py", "check_ranks_send") as it:
+            weft.state_in_bf16(torch.optim.AdamW(model.parameters()), later)
+        assert it.fix == "leave state_in_bf16 out"
         with told("engines/xla/devices.py", "an engine whose devices are addressed") as it:
             weft.place(nn.Linear(4, 4), ctx, {"cpu": None})
     with eval(it.fix) as ctx:

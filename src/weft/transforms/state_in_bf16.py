@@ -16,6 +16,7 @@ from weft.engines.torch.compute.combined_optimizer import kinds_of
 from weft.engines.torch.compute.step_by_parts import StepByParts
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.reducing.flat_step import FlatStep
+from weft.engines.torch.steps.in_backward import check_has_gradients
 from weft.engines.torch.steps.swapped import step_hooks
 from weft.errors import OrderError, listed, type_error
 from weft.grads.limits import known_modules
@@ -33,7 +34,7 @@ _PART_BYTES = 64 * 2**20
 _LEAST_BYTES = 4
 
 
-@transform(phase=Phase.FINISH, changes=Part.STEP, excludes={"step_in_backward"}, collective=True)
+@transform(phase=Phase.FINISH, changes=Part.STEP, collective=True)
 def state_in_bf16(optimizer: O, ctx: DistContext, *, seed: int | None = None) -> tuple[O, DistContext]:
     """Keep the moments of AdamW or Adam in bfloat16 between steps: 4 bytes per parameter instead of 8.
 
@@ -63,7 +64,7 @@ def state_in_bf16(optimizer: O, ctx: DistContext, *, seed: int | None = None) ->
     Raises:
         AlreadyApplied: It was applied before.
         TypeError: No group is of AdamW or Adam, or parameters have 16 bits.
-        OrderError: With `fuse_step` or DeepSpeed, or no module is known that has the parameters.
+        OrderError: With `fuse_step`, `step_in_backward` or DeepSpeed, or no module is known that has the parameters.
         ValueError: `seed` is out of range.
         ContextError: The ranks pass different seeds, or an engine computes on all devices together (XLA).
         PeerError: Another rank failed.
@@ -86,6 +87,7 @@ def state_in_bf16(optimizer: O, ctx: DistContext, *, seed: int | None = None) ->
             expected="torch.optim.AdamW or Adam, whose moments are averages",
             fix="optimizer = torch.optim.AdamW(model.parameters())",
         )
+    check_has_gradients("state_in_bf16", parameters_of(optimizer))
     narrow = [p for p in parameters_of(optimizer) if p.dtype.itemsize < _LEAST_BYTES]
     if narrow:
         raise type_error(
