@@ -71,13 +71,13 @@ def _program(ctx: DistContext, steps: int | None, settings: Mapping[str, Any]) -
         "attempt": ctx.attempt,
         "transforms": ", ".join(dict.fromkeys(record.name for record in ctx.applied)),
         "versions": f"weft {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        "commit": _git_commit(Path(sys.argv[0]).resolve().parent),
+        "commit": git_commit(Path(sys.argv[0]).resolve().parent),
         "steps": steps,
         "settings": dict(settings),
     }
 
 
-def _git_commit(folder: Path) -> str:
+def git_commit(folder: Path) -> str:
     """Of the repository that a folder is in, with "-dirty" if files in it were changed; empty if there is none."""
     git = shutil.which("git")
     if git is None:
