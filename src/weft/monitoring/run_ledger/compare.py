@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from weft.monitoring.run_ledger.file import Entry, Recorded, read_ledger
 
 _SAME = ("weft", "torch", "device", "threads", "ranks", "axes", "transforms", "units")  # then results are equal
 _TOLD = ("weft", "torch", "python", "commit", "device", "threads", "ranks", "axes", "transforms", "seed")
+_NOT_SEEDED = ("numpy", "python")  # by torch's programs, often: then they differ from the first step on
 _UNITS_OF_LOSS, _UNITS_OF_NORM, _MOST = 64, 1024, 0.1
 
 
@@ -28,15 +29,13 @@ class Comparison:
     """What `compare_ledgers` found.
 
     Attributes:
-        folders: Of the two runs.
-        steps: How many steps both have.
-        exact: Whether they had to be equal bit for bit, at the last step that was compared.
+        steps: How many steps were compared.
+        exact: Whether the last of them had to be equal bit for bit.
         first: The first step that differs; None if there is none.
         differences: What differs in it, a line for each thing, the first of them first.
         notes: What is different in the programs, and what could not be compared.
     """
 
-    folders: tuple[Path, Path]
     steps: int
     exact: bool
     first: int | None
@@ -66,27 +65,51 @@ def compare_ledgers(one: str | Path, two: str | Path, *, rounding: bool = False)
 
     Raises:
         OSError: There is no ledger.
-        ValueError: They have no step in common, or are not what `ledger` writes.
+        ValueError: They have no step in common.
     """
     ours, theirs = read_ledger(one), read_ledger(two)
+    found = compare_recorded(ours, theirs, rounding=rounding)
+    alone = ours.steps.keys() ^ theirs.steps.keys()
+    if not alone:
+        return found
+    note = f"{len(alone):,} steps are in one of them alone: {_extent(ours)}; {_extent(theirs)}"
+    return replace(found, notes=(*found.notes, note))
+
+
+def compare_recorded(ours: Recorded, theirs: Recorded, *, rounding: bool = False) -> Comparison:
+    """As `compare_ledgers`, of what was read; steps that only one has are left out.
+
+    Raises:
+        ValueError: They have no step in common.
+    """
     steps = sorted(ours.steps.keys() & theirs.steps.keys())
     if not steps:
-        raise ValueError(f"no step is in both: {_extent(ours)}; {_extent(theirs)}")
+        raise ValueError(f"no step is in both ledgers: {_extent(ours)}; {_extent(theirs)}")
     largest: dict[str, float] = {}
-    exact = True
+    states = [run.steps[steps[0]].get("random", {}) for run in (ours, theirs)]
+    unseeded = [name for name in _NOT_SEEDED if states[0].get(name) != states[1].get(name)]
+    alike = all(ours.starts[steps[0]].get(name) == theirs.starts[steps[0]].get(name) for name in ("ranks", "axes"))
+    text = "random states of {} differ from the first step on, as where nobody seeds them: not compared"
+    seeds = [text.format(listed(unseeded))] if unseeded and alike else []
+    exact, step, found = True, 0, ()
     for number, step in enumerate(steps, 1):
-        before, after = ours.starts[step], theirs.starts[step]
-        exact = not rounding and all(before.get(name) == after.get(name) for name in _SAME)
-        least = max(_float(before.get("rounding")), _float(after.get("rounding"))) * (1 + number)
+        starts = ours.starts[step], theirs.starts[step]
+        exact = not rounding and all(starts[0].get(name) == starts[1].get(name) for name in _SAME)
+        unit = max(_float(start.get("rounding")) for start in starts) * (1 + number)
         pair = ours.steps[step], theirs.steps[step]
-        found = tuple(_differences(*pair, (before, after), largest, None if exact else least))
+        found = tuple(_differences(*pair, starts, largest, None if exact else unit, unseeded))
         if found:
-            return Comparison((ours.folder, theirs.folder), number, exact, step, found, _notes(ours, theirs, step))
-    return Comparison((ours.folder, theirs.folder), len(steps), exact, None, (), _notes(ours, theirs, steps[-1]))
+            break
+    return Comparison(number, exact, step if found else None, found, (*_notes(ours, theirs, step), *seeds))
 
 
 def _differences(
-    one: Entry, two: Entry, starts: tuple[Entry, Entry], largest: dict[str, float], least: float | None
+    one: Entry,
+    two: Entry,
+    starts: tuple[Entry, Entry],
+    largest: dict[str, float],
+    least: float | None,
+    unseeded: Sequence[str],
 ) -> Iterator[str]:
     """What differs in a step, in the order of causes.
 
@@ -96,6 +119,7 @@ def _differences(
         starts: The facts of the programs.
         largest: The largest value of each kind so far, which is updated.
         least: Relative rounding of one unit; None: nothing may differ.
+        unseeded: Random states that are not compared.
     """
     if one.get("digest") != two.get("digest") and "digest" in one and "digest" in two:
         yield f"samples: other ones ({_words(one, two, 'samples')})"
@@ -107,7 +131,7 @@ def _differences(
         yield f"skipped by the optimizer: {_words(one, two, 'skipped')}"
     if least is None:
         states = one.get("random", {}), two.get("random", {})
-        other = [name for name in states[0] if states[0][name] != states[1].get(name)]
+        other = [name for name in states[0] if states[0][name] != states[1].get(name) and name not in unseeded]
         if other:
             yield f"random state: of {listed(other)}"
     for name, text in (("loss", "loss"), ("grad_norm", "norm of the gradients")):
@@ -162,16 +186,15 @@ def _notes(one: Recorded, two: Recorded, step: int) -> tuple[str, ...]:
         if before.get(name) != after.get(name) and name != "transforms"
     ]
     ours, theirs = before.get("transforms", []), after.get("transforms", [])
-    for where, these, others in ((one, ours, theirs), (two, theirs, ours)):
-        alone = [each for each in these if each not in others]
-        notes += [f"transforms of {where.folder} alone: {listed(alone)}"] if alone else []
+    names = [", ".join(each.partition("(")[0] for each in these) or "none" for these in (ours, theirs)]
+    if names[0] != names[1]:
+        notes.append(f"transforms: {names[0]} against {names[1]}")
+    else:
+        notes += [f"transform: {a} against {b}" for a, b in zip(ours, theirs, strict=True) if a != b]
     if before.get("units") != after.get("units"):
         notes.append("parameters have other names, and were not compared")
     if not ("digest" in one.steps[step] and "digest" in two.steps[step]):
         notes.append("samples were not recorded by both: give the ledger the loader of weft, or call record.saw(batch)")
-    alone = one.steps.keys() ^ two.steps.keys()
-    if alone:
-        notes.append(f"{len(alone):,} steps are in one of them alone: {_extent(one)}; {_extent(two)}")
     return tuple(notes)
 
 

@@ -293,7 +293,7 @@ class Ledger:
         state = RngState.capture(ctx.device, ctx.engine)
         texts = {
             "torch": bytes(state.cpu.numpy()),
-            "device": b"" if state.device is None else bytes(state.device.cpu().numpy()),
+            "device": bytes(0 if state.device is None else state.device.cpu().numpy()),
             "numpy": bytes(state.numpy[1]) + repr(state.numpy[2:]).encode(),
             "python": struct.pack(f"{len(state.python[1])}I", *state.python[1]),
             "generators": json.dumps([generator_state(one) for one in self._generators]).encode(),
@@ -313,8 +313,8 @@ class Ledger:
                 pending.event.synchronize()
         numbers: list[float] = pending.numbers.tolist()
         length = 1 + len(_RANDOM) + 2 * pending.units
-        words = [int(low) + (int(high) << 32) for low, high in zip(numbers, numbers[length:], strict=False)][:length]
-        words = [word % 2**64 for word in words]
+        halves = zip(numbers[:length], numbers[length : 2 * length], strict=True)
+        words = [(int(low) + (int(high) << 32)) % 2**64 for low, high in halves]
         samples, random, sums = words[0], words[1 : 1 + len(_RANDOM)], words[1 + len(_RANDOM) :]
         units, zeros = sums[: pending.units], sums[pending.units :]
         floats, squares = numbers[2 * length :][: len(_FLOATS)], numbers[2 * length :][len(_FLOATS) :]
@@ -406,7 +406,7 @@ def _facts(ctx: DistContext, modules: Mapping[str, nn.Module], units: tuple[str,
         "device": device,
         "threads": torch.get_num_threads(),
         "ranks": ctx.world_size,
-        "axes": dict(ctx.axes),
+        "axes": ", ".join(f"{name}={size}" for name, size in ctx.axes),
         "transforms": [str(record) for record in ctx.applied if record.name not in ("shard_data", "checkpointable")],
         "seed": ctx.seed,
         "rounding": max([torch.finfo(d).eps for d in dtypes if d.is_floating_point], default=torch.finfo().eps),
