@@ -27,6 +27,8 @@ from weft.monitoring.report.lost_replicas import replica_rows
 from weft.monitoring.report.read_run import EXPLAIN, read
 from weft.monitoring.report.rehearsals import message_rows, rehearsal_charts, rehearsal_facts
 from weft.monitoring.report.run import Run
+from weft.monitoring.run_ledger.compare import compare_recorded
+from weft.monitoring.run_ledger.file import Recorded
 
 _EVENTS = ("preempted", "failure")  # names of texts that say why a program ended
 _RECORDS = "records"  # a table of rows that stand one below the other where the screen is narrow
@@ -83,6 +85,7 @@ def render(runs: Sequence[Run]) -> str:
         "Replicas": _replicas(named),
         "Health": _health(named),
         "Probes": _probes(named),
+        "Ledger": _ledger(named),
         "Profiles": _profiles(named, charts),
         "Rehearsals": _rehearsals(named, charts),
         "Checkpoints, preemptions and failures": _events(named),
@@ -226,6 +229,33 @@ def _probes(runs: Runs) -> str:
     texts = [(name, *run.texts[_PROBES][-1]) for name, run in runs.items() if _PROBES in run.texts]
     rows = [(name, *line.partition(": ")[::2], f"{step:,}") for name, step, text in texts for line in text.splitlines()]
     return _of_runs(runs, ("transform", "what was measured", "up to step"), rows, _RECORDS)
+
+
+def _ledger(runs: Runs) -> str:
+    """Which steps were recorded, and of several runs the first that differs from those of the first one."""
+    recorded = {name: run.ledger for name, run in runs.items() if run.ledger is not None and run.ledger.steps}
+    rows = [
+        (name, f"{min(one.steps)} to {max(one.steps)}", f"{len(one.steps):,}", _first_difference(at, recorded))
+        for at, (name, one) in enumerate(recorded.items())
+    ]
+    if len(runs) == 1:
+        return _of_runs(runs, ["steps", "recorded"], [row[:3] for row in rows])
+    return _of_runs(runs, ["steps", "recorded", "first difference"], rows)
+
+
+def _first_difference(at: int, recorded: Mapping[str, Recorded]) -> str:
+    """From the first of the runs."""
+    names = list(recorded)
+    if at == 0:
+        return ""
+    try:
+        found = compare_recorded(recorded[names[0]], recorded[names[at]])
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # a line of any form
+        return f"{type(error).__name__}: {error}"
+    how = "bit for bit" if found.exact else "within rounding"
+    if found.first is None:
+        return f"none from {names[0]} in {found.steps:,} steps, {how}"
+    return f"step {found.first}, from {names[0]}: {'; '.join(found.differences)}"
 
 
 def _replicas(runs: Runs) -> str:

@@ -56,6 +56,7 @@ class Words:
     Attributes:
         rows: Numbers of its rows in the whole.
         columns: Numbers of its words in a row of the whole.
+        is_vector: Each element is a row; the words of several such blocks, one after the other, are those of each.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, block: Block) -> None:
@@ -66,6 +67,7 @@ class Words:
         per_word = _WORD // (dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize)
         self._inner, inner_sizes, self._starts = shape[lead:], sizes[lead:], offsets[lead:]
         self._sizes, self._complex = inner_sizes, dtype.is_complex
+        self.is_vector = not self._inner
         whole = math.prod(self._inner)
         step = math.prod(self._inner[1:])
         start, length = (offsets[lead] * step, sizes[lead] * step) if self._inner else (0, 1)

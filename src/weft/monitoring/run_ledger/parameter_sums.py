@@ -25,7 +25,7 @@ from weft.context import DistContext
 from weft.contract import is_here, layouts
 from weft.contract.layout import apart_axes, axes_of_dims
 from weft.monitoring.run_ledger.exact_sums import Words, number_of, spread, weights
-from weft.tensors.blocks import hold
+from weft.tensors.blocks import hold, whole
 from weft.tensors.checksums import can_be_read
 from weft.tensors.dtensor import is_sharded, resting_parameters
 
@@ -74,8 +74,12 @@ class ParameterSums:
     def __init__(self, modules: Mapping[str, nn.Module], ctx: DistContext) -> None:
         self._modules, self._ctx = modules, ctx
         self._keeps = any(parameter_keepers(module) for module in modules.values())
-        self._parts: list[_Part] = []
-        self._known: list[torch.Tensor] = []
+        self._parts: list[_Part] = []  # in the order of their rows: matrices, then vectors
+        self._matrices: list[_Part] = []
+        self._vectors: list[tuple[Words, list[_Part]]] = []  # those of one dtype together
+        self._known: list[torch.Tensor] = []  # as modules have them
+        self._resting: list[torch.Tensor] = []  # as they are between steps
+        self._tensors: list[torch.Tensor] = []  # what holds their values
         self._columns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         names = [f"{key}/{unit_of(plain_name(own))}" for key, m in modules.items() for own, _ in m.named_parameters()]
         self.units = tuple(dict.fromkeys(names))
@@ -88,23 +92,26 @@ class ParameterSums:
         device, count, turn = self._ctx.device, len(self.units), step % TURNS
         sums = torch.zeros(3, count, dtype=torch.int64, device=device)
         squares = torch.zeros(count, dtype=torch.float64, device=device)
-        rows, columns, norms = [], [], []
-        for part in self._parts:
-            block = blocks[part.number]
-            words = part.words.of(block)
+        rows, columns = [], []
+        for part in self._matrices:
+            words = part.words.of(blocks[part.number])
             rows.append(words.sum(1).to(device))
             if part.unit % TURNS == turn and part.factors[0]:
                 columns.append(words.sum(0).to(device))
-                if (block.dtype.is_floating_point and block.dtype.itemsize > 1) or block.dtype.is_complex:
-                    norms.append((part.unit, block))
+        for words_of_all, parts in self._vectors:
+            joined = torch.cat([blocks[part.number].reshape(-1) for part in parts])
+            rows.append(words_of_all.of(joined).sum(1).to(device))
         if rows:
             sums.index_add_(1, self._unit_of_rows, torch.cat(rows) * self._row_weights)
         if columns:
             units, factors = self._column_weights(turn)
             sums[0].index_add_(0, units, torch.cat(columns) * factors)
-        if norms:
-            found = torch.stack([norm.to(device, torch.float64) for norm in _norms([block for _, block in norms])])
-            squares.index_add_(0, torch.tensor([unit for unit, _ in norms], device=device), found.square())
+        counted = [part for part in self._parts if part.unit % TURNS == turn and part.factors[0]]
+        counted = [part for part in counted if _has_norm(blocks[part.number])]
+        if counted:
+            norms = _norms([blocks[part.number] for part in counted])
+            found = torch.stack([norm.to(device, torch.float64) for norm in norms])
+            squares.index_add_(0, torch.tensor([part.unit for part in counted]).to(device), found.square())
         return UnitSums(sums, squares)
 
     def nothing(self) -> UnitSums:
@@ -115,21 +122,36 @@ class ParameterSums:
 
     def _follow(self) -> list[torch.Tensor]:
         """What holds the values of the parameters; finds out anew how they lie if there are others than before."""
-        known = [parameter for module in self._modules.values() for parameter in resting_parameters(module)]
+        known = [parameter for module in self._modules.values() for parameter in module.parameters()]
+        if len(known) == len(self._known) and all(map(operator.is_, known, self._known)) and not self._keeps:
+            return self._tensors
         shards = {
             id(dict(part.named_parameters())[name]): shard
-            for module in (self._modules.values() if self._keeps else ())
+            for module in self._modules.values()
             for part, offer in parameter_keepers(module)
             for name, shard in offer.parameter_shards().items()
         }
-        tensors = [shards.get(id(parameter), parameter) for parameter in known]
-        if len(known) != len(self._known) or not all(map(operator.is_, known, self._known)):
-            self._known = known
+        resting = [parameter for module in self._modules.values() for parameter in resting_parameters(module)]
+        tensors = [shards.get(id(parameter), parameter) for parameter in resting]
+        if len(resting) != len(self._resting) or not all(map(operator.is_, resting, self._resting)):
             self._prepare(tensors)
+        self._known, self._resting, self._tensors = known, resting, tensors
         return tensors
 
     def _prepare(self, tensors: list[torch.Tensor]) -> None:
-        self._parts = list(self._held(tensors))
+        """Find out how parameters lie, and make the weights."""
+        held = list(self._held(tensors))
+        self._matrices = [part for part in held if not part.words.is_vector]
+        self._vectors, self._parts = [], list(self._matrices)
+        alike: dict[tuple[torch.dtype, torch.device], list[_Part]] = {}
+        for part in held:
+            if part.words.is_vector:
+                block = _local(tensors[part.number])
+                alike.setdefault((block.dtype, block.device), []).append(part)
+        for (dtype, _), parts in alike.items():
+            length = (sum(len(part.words.rows) for part in parts),)
+            self._vectors.append((Words(length, dtype, whole(length)), parts))
+            self._parts += parts
         device = self._ctx.device
         sizes = torch.tensor([len(part.words.rows) for part in self._parts], dtype=torch.int64)
         units = torch.tensor([part.unit for part in self._parts], dtype=torch.int64)
@@ -166,7 +188,7 @@ class ParameterSums:
     def _column_weights(self, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Units and weights of the columns that are summed in a turn."""
         if turn not in self._columns:
-            parts = [part for part in self._parts if part.unit % TURNS == turn and part.factors[0]]
+            parts = [part for part in self._matrices if part.unit % TURNS == turn and part.factors[0]]
             units = [torch.full((len(part.words.columns),), part.unit) for part in parts]
             numbers = [torch.from_numpy(weights(part.words.columns, part.salt ^ -1 % 2**64)) for part in parts]
             self._columns[turn] = torch.cat(units).to(self._ctx.device), torch.cat(numbers).to(self._ctx.device)
@@ -205,6 +227,10 @@ def _one_of_zero(place: int, count: int) -> int:
     numbers = spread(range(1, count)).astype(object) if count > 1 else []
     found = (-sum(numbers) if place == 0 else int(numbers[place - 1])) % 2**64
     return found - 2**64 * (found >= 2**63)
+
+
+def _has_norm(block: torch.Tensor) -> bool:
+    return block.dtype.is_complex or (block.dtype.is_floating_point and block.dtype.itemsize > 1)
 
 
 def _norms(blocks: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
