@@ -9,6 +9,7 @@ which is why that has the name `plotly.js-style-global`; a sheet for maps that i
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import html
 import importlib.resources
@@ -28,7 +29,6 @@ from weft.monitoring.report.read_run import EXPLAIN, read
 from weft.monitoring.report.rehearsals import message_rows, rehearsal_charts, rehearsal_facts
 from weft.monitoring.report.run import Run
 from weft.monitoring.run_ledger.compare import compare_recorded
-from weft.monitoring.run_ledger.file import Recorded
 
 _EVENTS = ("preempted", "failure")  # names of texts that say why a program ended
 _RECORDS = "records"  # a table of rows that stand one below the other where the screen is narrow
@@ -234,28 +234,14 @@ def _probes(runs: Runs) -> str:
 def _ledger(runs: Runs) -> str:
     """Which steps were recorded, and of several runs the first that differs from those of the first one."""
     recorded = {name: run.ledger for name, run in runs.items() if run.ledger is not None and run.ledger.steps}
-    rows = [
-        (name, f"{min(one.steps)} to {max(one.steps)}", f"{len(one.steps):,}", _first_difference(at, recorded))
-        for at, (name, one) in enumerate(recorded.items())
-    ]
-    if len(runs) == 1:
-        return _of_runs(runs, ["steps", "recorded"], [row[:3] for row in rows])
-    return _of_runs(runs, ["steps", "recorded", "first difference"], rows)
-
-
-def _first_difference(at: int, recorded: Mapping[str, Recorded]) -> str:
-    """From the first of the runs."""
-    names = list(recorded)
-    if at == 0:
-        return ""
-    try:
-        found = compare_recorded(recorded[names[0]], recorded[names[at]])
-    except (ValueError, TypeError, LookupError, AttributeError) as error:  # a line of any form
-        return f"{type(error).__name__}: {error}"
-    how = "bit for bit" if found.exact else "within rounding"
-    if found.first is None:
-        return f"none from {names[0]} in {found.steps:,} steps, {how}"
-    return f"step {found.first}, from {names[0]}: {'; '.join(found.differences)}"
+    rows = []
+    for name, one in recorded.items():
+        found = ""
+        with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError):  # a line may be of any form
+            found = compare_recorded(next(iter(recorded.values())), one).text
+        rows.append((name, f"{min(one.steps)} to {max(one.steps)}", found if len(rows) else ""))
+    head = ["steps recorded", f"against {next(iter(recorded), '')}"][: len(runs)]
+    return _of_runs(runs, head, [row[: len(head) + 1] for row in rows])
 
 
 def _replicas(runs: Runs) -> str:

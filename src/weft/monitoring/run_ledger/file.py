@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,31 +19,14 @@ NAME = "ledger.jsonl"
 Entry = Mapping[str, Any]
 
 
-class LedgerFile:
-    """Where the main rank writes."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / NAME
-        self._rates: object = None
-        self._is_open = False
-
-    def start(self, facts: Entry) -> None:
-        """Write what the program is that begins or resumes the run."""
-        self._write({"start": facts})
-
-    def step(self, step: int, values: Entry, rates: Entry) -> None:
-        """Write a step; rates only if they are others than those before."""
-        changed = {} if rates == self._rates else {"rates": rates}
-        self._rates = rates
-        self._write({"step": step, **values, **changed})
-
-    def _write(self, line: Entry) -> None:
-        if not self._is_open:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            end_line(self._path)
-            self._is_open = True
-        with self._path.open("ab") as file:
-            file.write(f"{json.dumps(line)}\n".encode())
+def write_line(folder: Path, line: Entry) -> None:
+    """Add a line to the ledger in a folder; the first of a program has the name "start"."""
+    path = folder / NAME
+    if "start" in line:
+        folder.mkdir(parents=True, exist_ok=True)
+        end_line(path)
+    with path.open("ab") as file:
+        file.write(f"{json.dumps(line)}\n".encode())
 
 
 @dataclass
@@ -76,25 +58,15 @@ def read_ledger(folder: str | Path) -> Recorded:
         ...     read_ledger(folder).steps[1]["loss"]
         0.5
     """
-    path = Path(folder)
-    path = path / NAME if path.is_dir() else path
-    found, start, rates = Recorded(Path(folder)), {}, {}
-    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    path, found, start = Path(folder), Recorded(Path(folder)), {}
+    for text in (path if path.is_file() else path / NAME).read_text("utf-8", "replace").split("\n"):
         line = None
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
-        if not isinstance(line, dict):
-            continue
-        if isinstance(line.get("start"), dict):
-            start, rates = line["start"], {}
-        elif type(line.get("step")) is int:
-            step, rates = line["step"], line.get("rates", rates)
-            for later in [each for each in found.steps if each >= step]:
+        if isinstance(line, dict) and isinstance(line.get("start"), dict):
+            start = line["start"]
+        elif isinstance(line, dict) and type(line.get("step")) is int:
+            for later in [step for step in found.steps if step >= line["step"]]:
                 del found.steps[later], found.starts[later]
-            found.steps[step], found.starts[step] = {**line, "rates": rates}, start
+            found.steps[line["step"]], found.starts[line["step"]] = line, start
     return found
-
-
-def number(value: float | None) -> float | str | None:
-    """A number as JSON has it."""
-    return value if value is None or math.isfinite(value) else str(value)

@@ -9,62 +9,39 @@ waited for in the next call: nothing waits for the device, or for other ranks, i
 
 from __future__ import annotations
 
-import contextlib
-import datetime as dt
+import itertools
 import json
-import platform
-import struct
+import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.checks import as_number, check_choice, check_count
+from weft.checks import check_choice, check_count
 from weft.collectives import gather_objects
 from weft.collectives.primitives import name_lost_peer, wait_for_collective
 from weft.context import DistContext
 from weft.contract import offered, part_axes
 from weft.engines.torch.steps.skip import SkippingStep
 from weft.errors import NotSynchronized, listed, message, value_error, warn
-from weft.monitoring.log_start import git_commit
-from weft.monitoring.run_ledger.exact_sums import number_of
-from weft.monitoring.run_ledger.file import LedgerFile, number
+from weft.monitoring.log_start import program_facts
+from weft.monitoring.run_ledger.exact_sums import number_of, signed
+from weft.monitoring.run_ledger.file import write_line
 from weft.monitoring.run_ledger.parameter_sums import TURNS, ParameterSums
 from weft.monitoring.run_ledger.samples import SampleSums
+from weft.monitoring.values import numbers_of
 from weft.precision.policies import PrecisionOffer
 from weft.tensors.dtensor import local
 from weft.tensors.rng_state import RngState, generator_state, is_generator
-from weft.version import __version__
 
-_RANDOM = ("torch", "device", "numpy", "python", "generators")
-_FLOATS = ("samples", "tokens", "loss", "grad_norm")
-
-
-@dataclass
-class _Replay:
-    """A program that runs again: where its ledger is written, and how many steps are left."""
-
-    folder: Path
-    steps: int
-
-
-_replay: ContextVar[_Replay | None] = ContextVar("_replay", default=None)
-
-
-@contextlib.contextmanager
-def replaying(folder: Path, steps: int) -> Iterator[None]:
-    """Let ledgers that are made inside be written to another folder, and leave the program after some steps."""
-    token = _replay.set(_Replay(folder, steps))
-    try:
-        yield
-    finally:
-        _replay.reset(token)
+# Of a program that `weft ledger check` runs again: where its ledger is written, and after how many steps it ends.
+REPLAY: ContextVar[tuple[Path, int] | None] = ContextVar("REPLAY", default=None)
 
 
 def ledger(
@@ -130,34 +107,8 @@ def ledger(
     check_choice("ledger", "drift", drift, ("raise", "warn"), fix=fix)
     if not ctx.world.pretended:
         ctx.require_collective("ledger")
-    replay = _replay.get()
-    return Ledger(objects, Path(folder) if replay is None else replay.folder, ctx, every, parameters_every, drift)
-
-
-class _Pending(NamedTuple):
-    """A step whose numbers are on their way.
-
-    Attributes:
-        step: Its number.
-        numbers: Of all ranks, on the CPU, once they are there.
-        work: The message; None if there is none to wait for.
-        event: When they are there, on an accelerator.
-        units: Number of units whose parameters were summed.
-        own: The sums of what this rank holds of them.
-        given: Which of loss and norm were given.
-        skipped: Whether an optimizer skipped the step; None if none would.
-        rates: Numbers in the groups of optimizers.
-    """
-
-    step: int
-    numbers: torch.Tensor
-    work: dist.Work | None
-    event: torch.Event | None
-    units: int
-    own: torch.Tensor
-    given: tuple[bool, ...]
-    skipped: bool | None
-    rates: dict[str, dict[str, Any]]
+    place, steps = REPLAY.get() or (Path(folder), None)
+    return Ledger(objects, place, ctx, every, parameters_every, drift == "raise", steps)
 
 
 class Ledger:
@@ -170,20 +121,20 @@ class Ledger:
         ctx: DistContext,
         every: int,
         parameters_every: int,
-        drift: Literal["raise", "warn"],
+        raises: bool,
+        steps: int | None,
     ) -> None:
-        self._ctx, self._every, self._parameters_every, self._drift = ctx, every, parameters_every, drift
-        modules = {name: each for name, each in objects.items() if isinstance(each, nn.Module)}
+        self._ctx, self._folder, self._raises = ctx, folder, raises
+        self._every, self._parameters_every, self._left = every, parameters_every, steps
+        self._modules = {name: each for name, each in objects.items() if isinstance(each, nn.Module)}
         self._optimizers = {name: each for name, each in objects.items() if isinstance(each, torch.optim.Optimizer)}
         self._generators = [each for each in objects.values() if is_generator(each)]
-        self._parameters = ParameterSums(modules, ctx)
-        self._samples = SampleSums(objects)
-        self._file = LedgerFile(folder) if ctx.is_main and (ctx.replicas is None or ctx.replicas.place == 0) else None
-        self._facts = {} if self._file is None else _facts(ctx, modules, self._parameters.units)
-        self._pending: _Pending | None = None
+        self._parameters, self._samples = ParameterSums(self._modules, ctx), SampleSums(objects, ctx.device)
+        self._writes = ctx.is_main and (ctx.replicas is None or ctx.replicas.place == 0)
+        self._pending: Callable[[], None] | None = None  # writes the last step when its numbers are there
         self._last: int | None = None
-        self._has_warned = False
-        same = {axis for axis, place in ctx.coordinates.items() if place}  # of the ranks with the same samples one counts
+        self._has_started = self._has_warned = False
+        same = {axis for axis, place in ctx.coordinates.items() if place}  # of ranks with the same samples one counts
         self._counts_samples = not same - set(ctx.data_axes)
         self._counts_tokens = not same - {*ctx.data_axes, *part_axes(ctx)}
 
@@ -238,134 +189,117 @@ class Ledger:
         if self._ctx.world.pretended:
             return
         self._finish()
-        samples, count = self._samples.take(self._ctx.device)
+        samples, count = self._samples.take()
         if step % self._every == 0:
-            self._pending = self._send(step, samples, (count, tokens, loss, grad_norm))
-            self._count_replayed()
-
-    def _count_replayed(self) -> None:
-        replay = _replay.get()
-        if replay is not None:
-            replay.steps -= 1
-            if replay.steps == 0:
+            self._pending = self._send(step, samples, count, tokens, {"loss": loss, "grad_norm": grad_norm})
+            if self._left is not None and (left := self._left - 1) == 0:
                 self.close()
                 sys.exit(0)
+            self._left = None if self._left is None else left
 
-    def _send(self, step: int, samples: torch.Tensor, values: tuple[Any, ...]) -> _Pending:
-        """Begin to add up over the ranks what this one knows of a step."""
+    def _send(
+        self, step: int, samples: torch.Tensor, count: int, tokens: int, means: Mapping[str, Any]
+    ) -> Callable[[], None]:
+        """Begin to add up over the ranks what this one knows of a step; the result waits for that, and writes it."""
         ctx, device = self._ctx, self._ctx.device
-        count, tokens, loss, norm = values
-        with_parameters = step % self._parameters_every == 0
-        found = self._parameters(step) if with_parameters else self._parameters.nothing()
-        random = torch.tensor(self._random_digests(), dtype=torch.int64).to(device)
-        words = torch.cat([samples[None] * self._counts_samples, random, found.sums[:2].flatten()])
-        counts = [float(count * self._counts_samples), float(tokens * self._counts_tokens)]
-        means = [_as_float(value, device) / ctx.world_size for value in (loss, norm)]
-        floats = torch.cat([torch.tensor(counts, dtype=torch.float64).to(device), torch.stack(means)])
-        numbers = torch.cat([words & 0xFFFFFFFF, words >> 32, floats, found.squares])
-        work, event = None, None
-        if ctx.world.group is not None:
-            work = dist.all_reduce(numbers, group=ctx.world.group, async_op=True)
-        if device.type != "cpu":  # the copy follows on the device, and is looked at when it is long there
+        none = torch.zeros(3, 0, dtype=torch.int64, device=device), torch.zeros(0, dtype=torch.float64, device=device)
+        sums, squares = self._parameters(step) if step % self._parameters_every == 0 else none
+        words = torch.cat([samples[None] * self._counts_samples, self._random_state(), sums[:2].flatten()])
+        counts = torch.tensor([count * self._counts_samples, tokens * self._counts_tokens], dtype=torch.float64)
+        given = {name: _as_float(value) / ctx.world_size for name, value in means.items() if value is not None}
+        floats = [one.to(device) for one in (counts, *given.values())]
+        wait = self._add_up(torch.cat([words & 0xFFFFFFFF, words >> 32, *floats, squares]))
+        skipping = [offer for each in self._optimizers.values() for offer in offered(each, SkippingStep)]
+        line: dict[str, Any] = {"step": step, "rates": self._rates()}
+        if skipping:
+            line["skipped"] = any(offer.skipped for offer in skipping)
+
+        def write() -> None:
+            numbers = wait()
+            halves = zip(numbers[: len(words)], numbers[len(words) : 2 * len(words)], strict=True)
+            digest, random, *found = [(int(low) + (int(high) << 32)) % 2**64 for low, high in halves]
+            samples, tokens, *rest = numbers[2 * len(words) :]
+            line.update({name: _json(value) for name, value in zip(given, rest, strict=False)} | {"tokens": int(tokens)})
+            line["random"] = f"{random:016x}"
+            if self._samples.are_known:
+                line.update(samples=int(samples), digest=f"{digest:016x}")
+            units = len(squares)
+            line["sums"] = [f"{one:016x}" for one in found[:units]]
+            line["norms"] = {at: _json(rest[len(given) + at] ** 0.5) for at in range(step % TURNS, units, TURNS)}
+            drifted = [at for at, zero in enumerate(found[units:]) if zero]
+            if self._writes:
+                if not self._has_started:
+                    write_line(self._folder, {"start": self._facts()})
+                write_line(self._folder, line)
+            self._has_started = True
+            if drifted:
+                self._report_drift(step, drifted, sums[2].tolist())
+
+        return write
+
+    def _add_up(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
+        """Begin to add numbers up over all ranks; the result waits for them."""
+        world, work, event = self._ctx.world, None, None
+        if world.group is not None:
+            work = dist.all_reduce(numbers, group=world.group, async_op=True)
+        if numbers.device.type != "cpu":  # a copy follows on the device, and is there long before it is looked at
             if work is not None:
                 work.wait()
-            work, on_device = None, numbers
-            numbers = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
-            numbers.copy_(on_device, non_blocking=True)
-            event = torch.Event(device=device)
+            work, event = None, torch.Event(device=numbers.device)
+            numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
             event.record()
-        skipping = [offer for each in self._optimizers.values() for offer in offered(each, SkippingStep)]
-        return _Pending(
-            step,
-            numbers,
-            work,
-            event,
-            len(found.squares),
-            found.sums[2],
-            (loss is not None, norm is not None),
-            any(offer.skipped for offer in skipping) if skipping else None,
-            {f"{name} {at}": _rates(group) for name, o in self._optimizers.items() for at, group in _groups(o)},
-        )
 
-    def _random_digests(self) -> list[int]:
-        """A number for each kind of random state of this rank, int64."""
+        def wait() -> list[float]:
+            with name_lost_peer("ledger", world):
+                wait_for_collective(work, world, on_cpu=True)
+            if event is not None:
+                event.synchronize()
+            found: list[float] = numbers.tolist()
+            return found
+
+        return wait
+
+    def _rates(self) -> dict[str, float]:
+        """The numbers in the groups of optimizers."""
+        return {
+            f"{option} of group {at} of {name}": _json(number)
+            for name, optimizer in self._optimizers.items()
+            for at, group in enumerate(optimizer.param_groups)
+            for option, number in numbers_of({k: v for k, v in group.items() if not isinstance(v, bool)}).items()
+        }
+
+    def _random_state(self) -> torch.Tensor:
+        """A number for the random states of torch, and of the user's generators, on this rank: int64 [1]."""
         ctx = self._ctx
         state = RngState.capture(ctx.device, ctx.engine)
-        texts = {
-            "torch": bytes(state.cpu.numpy()),
-            "device": bytes(0 if state.device is None else state.device.cpu().numpy()),
-            "numpy": bytes(state.numpy[1]) + repr(state.numpy[2:]).encode(),
-            "python": struct.pack(f"{len(state.python[1])}I", *state.python[1]),
-            "generators": json.dumps([generator_state(one) for one in self._generators]).encode(),
-        }
-        return [_signed(number_of(b"%d " % ctx.rank + texts[name])) for name in _RANDOM]
+        parts = [bytes(each.cpu().numpy()) for each in (state.cpu, state.device) if each is not None]
+        text = json.dumps([ctx.rank, *map(generator_state, self._generators)]).encode()
+        return torch.tensor([signed(number_of(b"".join([text, *parts])))]).to(ctx.device)
 
-    def _finish(self) -> None:
-        """Wait for the step before, write it, and report replicas that differ."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
+    def _report_drift(self, step: int, units: list[int], mine: list[int]) -> None:
+        """Say on all ranks which of them hold other values. Collectives: a gathering."""
         ctx = self._ctx
-        with name_lost_peer("ledger", ctx.world):
-            if pending.work is not None:
-                wait_for_collective(pending.work, ctx.world, on_cpu=True)
-            if pending.event is not None:
-                pending.event.synchronize()
-        numbers: list[float] = pending.numbers.tolist()
-        length = 1 + len(_RANDOM) + 2 * pending.units
-        halves = zip(numbers[:length], numbers[length : 2 * length], strict=True)
-        words = [(int(low) + (int(high) << 32)) % 2**64 for low, high in halves]
-        samples, random, sums = words[0], words[1 : 1 + len(_RANDOM)], words[1 + len(_RANDOM) :]
-        units, zeros = sums[: pending.units], sums[pending.units :]
-        floats, squares = numbers[2 * length :][: len(_FLOATS)], numbers[2 * length :][len(_FLOATS) :]
-        drifted = [at for at, zero in enumerate(zeros) if zero]
-        if self._file is not None:
-            if self._facts:
-                self._file.start(self._facts)
-                self._facts = {}
-            values = dict(zip(_FLOATS, floats, strict=True))
-            given = [name for name, is_given in zip(("loss", "grad_norm"), pending.given, strict=True) if is_given]
-            turn = range(pending.step % TURNS, pending.units, TURNS)
-            self._file.step(
-                pending.step,
-                {
-                    **({"digest": f"{samples:016x}", "samples": int(values["samples"])} if self._samples.are_known else {}),
-                    **({"tokens": int(values["tokens"])} if values["tokens"] else {}),
-                    **{name: number(values[name]) for name in given},
-                    **({} if pending.skipped is None else {"skipped": pending.skipped}),
-                    "random": {name: f"{one:016x}" for name, one in zip(_RANDOM, random, strict=True)},
-                    **({"sums": [f"{one:016x}" for one in units]} if pending.units else {}),
-                    **({"norms": {str(at): number(squares[at] ** 0.5) for at in turn}} if turn else {}),
-                    **({"drift": [self._parameters.units[at] for at in drifted]} if drifted else {}),
-                },
-                pending.rates,
-            )
-        if drifted and not (self._drift == "warn" and self._has_warned):
-            self._report_drift(pending, drifted)
-
-    def _report_drift(self, pending: _Pending, units: list[int]) -> None:
-        """Say on all ranks which ranks hold other values. Collectives: a gathering."""
-        ctx = self._ctx
-        place = [[ctx.coordinates[axis] for axis in sorted(self._parameters.cut[at])] for at in units]
-        mine = pending.own.tolist()
-        told = gather_objects([[*here, mine[at]] for at, here in zip(units, place, strict=True)], ctx)
+        cut = [sorted(self._parameters.cut[at]) for at in units]
+        told = gather_objects([mine[at] for at in units], ctx)
         wrong = []
-        for index, at in enumerate(units):
-            ranks: dict[tuple[int, ...], dict[int, list[int]]] = {}
-            for rank, theirs in enumerate(told):
-                *where, value = theirs[index]
-                ranks.setdefault(tuple(where), {}).setdefault(value, []).append(rank)
-            groups = [f"rank {listed(one)}" for here in ranks.values() if len(here) > 1 for one in here.values()]
-            wrong.append(f"{self._parameters.units[at]}: one value on {', another on '.join(groups)}")
+        for axes, at, values in zip(cut, units, zip(*told, strict=True), strict=True):
+            alike: defaultdict[Any, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+            for rank, value in enumerate(values):
+                place = ctx.coordinates_of(rank)
+                alike[tuple(place[axis] for axis in axes)][value].append(rank)
+            groups = [f"on rank {listed(ranks)}" for held in alike.values() if len(held) > 1 for ranks in held.values()]
+            wrong.append(f"{self._parameters.units[at]}: one value {', another '.join(groups)}")
+        problem = "ledger: replicas of parameters have different values"
         text: dict[str, str] = {
-            "found": f"step {pending.step}: {'; '.join(wrong[:3])}{f'; and {len(wrong) - 3} more' * (len(wrong) > 3)}",
-            "expected": "parameters that are equal on all ranks that hold the same, bit for bit, after each step",
-            "fix": "weft.check(ctx, model=model)  # says what is missing; or model, ctx = weft.replicate(model, ctx)",
+            "found": f"step {step}: {'; '.join(wrong[:3])}{f'; and {len(wrong) - 3} more' * (len(wrong) > 3)}",
+            "expected": "equal parameters, bit for bit, on all ranks that hold the same",
+            "fix": "weft.check(ctx, model=model)  # says which strategy is missing",
         }
-        if self._drift == "raise":
-            raise NotSynchronized(message("ledger: replicas of parameters have different values", **text))
+        if self._raises:
+            raise NotSynchronized(message(problem, **text))
+        if not self._has_warned:
+            warn(problem, **text)
         self._has_warned = True
-        warn("ledger: replicas of parameters have different values", **text)
 
     def close(self) -> None:
         """Write the last step, which all ranks wait for; a second call does nothing.
@@ -377,64 +311,41 @@ class Ledger:
         self._samples.close()
         self._finish()
 
+    def _finish(self) -> None:
+        """Write the step before; see `_send`."""
+        write, self._pending = self._pending, None
+        if write is not None:
+            write()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        pending = self._pending
-        if error is None or (pending is not None and (pending.work is None or pending.work.is_completed())):
-            with contextlib.suppress(*(() if error is None else (Exception,))):
-                self.close()
-        self._pending = None
-        self._samples.close()
+        if error is not None and self._ctx.world_size > 1:  # the other ranks may never come
+            self._pending = None
+        self.close()
+
+    def _facts(self) -> dict[str, Any]:
+        """What the program is that records steps."""
+        ctx, modules = self._ctx, list(self._modules.values())
+        dtypes = {parameter.dtype for module in modules for parameter in module.parameters()}
+        for part in itertools.chain.from_iterable(module.modules() for module in modules):
+            for offer in offered(part, PrecisionOffer):
+                dtypes |= {offer.precision.compute, offer.precision.reduce, offer.precision.matmul} - {None}
+        return program_facts(ctx, None, {}) | {
+            "threads": torch.get_num_threads(),
+            "mesh": ", ".join(f"{name}={size}" for name, size in ctx.axes),
+            "seed": ctx.seed,
+            "applied": [str(record) for record in ctx.applied if record.name not in ("shard_data", "checkpointable")],
+            "rounding": max([torch.finfo(d).eps for d in dtypes if d.is_floating_point], default=torch.finfo().eps),
+            "units": self._parameters.units,
+        }
 
 
-def _facts(ctx: DistContext, modules: Mapping[str, nn.Module], units: tuple[str, ...]) -> dict[str, Any]:
-    """What the program is that records steps."""
-    device = torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else ctx.device.type
-    dtypes = {p.dtype for module in modules.values() for p in module.parameters()}
-    for part in (part for module in modules.values() for part in module.modules()):
-        for offer in offered(part, PrecisionOffer):
-            policy = offer.precision
-            dtypes |= {each for each in (policy.compute, policy.reduce, policy.gather, policy.matmul) if each}
-    return {
-        "started": f"{dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M:%SZ}",
-        "weft": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": git_commit(Path(sys.argv[0]).resolve().parent),
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "ranks": ctx.world_size,
-        "axes": ", ".join(f"{name}={size}" for name, size in ctx.axes),
-        "transforms": [str(record) for record in ctx.applied if record.name not in ("shard_data", "checkpointable")],
-        "seed": ctx.seed,
-        "rounding": max([torch.finfo(d).eps for d in dtypes if d.is_floating_point], default=torch.finfo().eps),
-        "units": list(units),
-    }
+def _as_float(value: torch.Tensor | float) -> torch.Tensor:
+    number = local(value.detach()) if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+    return number.to(torch.float64).reshape(1)
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, dict[str, Any]]]:
-    return iter(enumerate(optimizer.param_groups))
-
-
-def _rates(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers in a group of an optimizer; not those that lie on an accelerator."""
-    found: dict[str, Any] = {}
-    for name, value in group.items():
-        if isinstance(value, tuple) and all(isinstance(one, (int, float)) for one in value):
-            found[name] = list(value)
-        elif not isinstance(value, bool) and (not isinstance(value, torch.Tensor) or value.device.type == "cpu"):
-            known = as_number(value)
-            found |= {} if known is None or isinstance(known, bool) else {name: number(known)}
-    return found
-
-
-def _as_float(value: torch.Tensor | float | None, device: torch.device) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return local(value.detach()).reshape(()).to(device, torch.float64)
-    return torch.tensor(0.0 if value is None else float(value), dtype=torch.float64).to(device)
-
-
-def _signed(word: int) -> int:
-    return word - 2**64 * (word >= 2**63)
+def _json(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
