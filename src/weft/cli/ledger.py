@@ -47,7 +47,7 @@ def _check(options: argparse.Namespace) -> int:
             starts = read_ledger(options.one).starts
             ranks = options.ranks or starts[max(starts)]["ranks"]
             launch_function(_run_again, ranks, options.script, options.arguments, options.two, options.steps)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (of a script of any kind)
             print(f"weft ledger: {exception_text(error)}", file=sys.stderr)  # noqa: T201
             return 2
         return _compare(options)

@@ -234,12 +234,12 @@ def _probes(runs: Runs) -> str:
 def _ledger(runs: Runs) -> str:
     """Which steps were recorded, and of several runs the first that differs from those of the first one."""
     recorded = {name: run.ledger for name, run in runs.items() if run.ledger is not None and run.ledger.steps}
-    rows = []
+    rows: list[tuple[str, str, str]] = []
     for name, one in recorded.items():
         found = ""
         with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError):  # a line may be of any form
             found = compare_recorded(next(iter(recorded.values())), one).text
-        rows.append((name, f"{min(one.steps)} to {max(one.steps)}", found if len(rows) else ""))
+        rows.append((name, f"{min(one.steps)} to {max(one.steps)}", found if rows else ""))
     head = ["steps recorded", f"against {next(iter(recorded), '')}"][: len(runs)]
     return _of_runs(runs, head, [row[: len(head) + 1] for row in rows])
 

@@ -72,7 +72,8 @@ def compare_recorded(ours: Recorded, theirs: Recorded, *, rounding: bool = False
     if not steps:
         raise ValueError(f"no step is in both ledgers: {_extent(ours)}; {_extent(theirs)}")
     largest: dict[str, float] = {}
-    exact, step, number, found = True, 0, 0, ()
+    exact, step, number = True, 0, 0
+    found: tuple[str, ...] = ()
     for number, step in enumerate(steps, 1):
         starts = ours.starts[step], theirs.starts[step]
         exact = not rounding and all(starts[0].get(name) == starts[1].get(name) for name in _SAME)

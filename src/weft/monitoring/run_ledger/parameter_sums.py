@@ -100,7 +100,9 @@ class ParameterSums:
 
     def _follow(self) -> list[torch.Tensor]:
         """What holds the values of the parameters; finds out anew how they lie if there are others than before."""
-        known = [parameter for module in self._modules.values() for parameter in resting_parameters(module)]
+        known: list[torch.Tensor] = [
+            parameter for module in self._modules.values() for parameter in resting_parameters(module)
+        ]
         kept = {key: t for m in self._modules.values() for key, t in kept_shards(m).items()} if self._keeps else {}
         tensors = [kept.get(id(parameter), parameter) for parameter in known]
         if len(known) != len(self._known) or not all(map(operator.is_, known, self._known)):

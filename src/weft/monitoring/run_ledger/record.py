@@ -29,7 +29,7 @@ from weft.collectives.primitives import name_lost_peer, wait_for_collective
 from weft.context import DistContext
 from weft.contract import offered, part_axes
 from weft.engines.torch.steps.skip import SkippingStep
-from weft.errors import NotSynchronized, listed, message, value_error, warn
+from weft.errors import NotSynchronized, listed, message, warn
 from weft.monitoring.log_start import program_facts
 from weft.monitoring.run_ledger.exact_sums import number_of, signed
 from weft.monitoring.run_ledger.file import write_line
@@ -40,6 +40,7 @@ from weft.precision.policies import PrecisionOffer
 from weft.tensors.dtensor import local
 from weft.tensors.rng_state import RngState, generator_state, is_generator
 
+Number = torch.Tensor | float
 # Of a program that `weft ledger check` runs again: where its ledger is written, and after how many steps it ends.
 REPLAY: ContextVar[tuple[Path, int] | None] = ContextVar("REPLAY", default=None)
 
@@ -107,8 +108,8 @@ def ledger(
     check_choice("ledger", "drift", drift, ("raise", "warn"), fix=fix)
     if not ctx.world.pretended:
         ctx.require_collective("ledger")
-    place, steps = REPLAY.get() or (Path(folder), None)
-    return Ledger(objects, place, ctx, every, parameters_every, drift == "raise", steps)
+    place, left = REPLAY.get() or (Path(folder), math.inf)
+    return Ledger(objects, place, ctx, (every, parameters_every), drift, left)
 
 
 class Ledger:
@@ -119,21 +120,19 @@ class Ledger:
         objects: Mapping[str, Any],
         folder: Path,
         ctx: DistContext,
-        every: int,
-        parameters_every: int,
-        raises: bool,
-        steps: int | None,
+        every: tuple[int, int],
+        drift: str,
+        left: float,
     ) -> None:
-        self._ctx, self._folder, self._raises = ctx, folder, raises
-        self._every, self._parameters_every, self._left = every, parameters_every, steps
+        self._ctx, self._folder, self._drift, self._left = ctx, folder, drift, left
+        self._every, self._parameters_every = every
         self._modules = {name: each for name, each in objects.items() if isinstance(each, nn.Module)}
         self._optimizers = {name: each for name, each in objects.items() if isinstance(each, torch.optim.Optimizer)}
         self._generators = [each for each in objects.values() if is_generator(each)]
         self._parameters, self._samples = ParameterSums(self._modules, ctx), SampleSums(objects, ctx.device)
         self._writes = ctx.is_main and (ctx.replicas is None or ctx.replicas.place == 0)
         self._pending: Callable[[], None] | None = None  # writes the last step when its numbers are there
-        self._last: int | None = None
-        self._has_started = self._has_warned = False
+        self._has_started = False
         same = {axis for axis, place in ctx.coordinates.items() if place}  # of ranks with the same samples one counts
         self._counts_samples = not same - set(ctx.data_axes)
         self._counts_tokens = not same - {*ctx.data_axes, *part_axes(ctx)}
@@ -152,12 +151,7 @@ class Ledger:
             self._samples.see(batch)
 
     def __call__(
-        self,
-        step: int,
-        *,
-        loss: torch.Tensor | float | None = None,
-        grad_norm: torch.Tensor | float | None = None,
-        tokens: int = 0,
+        self, step: int, *, loss: Number | None = None, grad_norm: Number | None = None, tokens: int = 0
     ) -> None:
         """Record a step, together with all ranks.
 
@@ -165,37 +159,31 @@ class Ledger:
         waits for.
 
         Args:
-            step: Number of the step of the optimizer; larger than the one before.
+            step: Number of the step of the optimizer, the same on all ranks. One that goes back, as after `restore`,
+                removes those from it on.
             loss: What the mean over the ranks is the loss of, as for `weft.log`: the sum of `loss * window.share`, or
                 the loss itself if it is the same on all ranks.
             grad_norm: As `clip_grads` returns it.
             tokens: Of this rank, if they are counted.
 
         Raises:
-            ValueError: `step` cannot be used, or does not come after the one before.
+            ValueError: `step` is not a whole number >= 0.
             NotSynchronized: On all ranks: replicas differed in the step before, with `drift="raise"`.
             PeerError: Another rank failed.
         """
-        fix = "record(step, loss=loss)  # the number of the optimizer's step"
-        check_count("ledger", "step", step, least=0, fix=fix)
-        if self._last is not None and step <= self._last:
-            raise value_error(
-                f"ledger: step {step} comes after step {self._last}",
-                found=f"record({step}) in a program that has recorded step {self._last}",
-                expected="steps whose numbers grow; a program that resumes makes a new ledger in the same folder",
-                fix=fix,
-            )
-        self._last = step
+        check_count(
+            "ledger", "step", step, least=0, fix="record(step, loss=loss)  # the number of the optimizer's step"
+        )
         if self._ctx.world.pretended:
             return
         self._finish()
         samples, count = self._samples.take()
         if step % self._every == 0:
             self._pending = self._send(step, samples, count, tokens, {"loss": loss, "grad_norm": grad_norm})
-            if self._left is not None and (left := self._left - 1) == 0:
-                self.close()
-                sys.exit(0)
-            self._left = None if self._left is None else left
+            self._left -= 1
+        if not self._left:
+            self.close()
+            sys.exit(0)
 
     def _send(
         self, step: int, samples: torch.Tensor, count: int, tokens: int, means: Mapping[str, Any]
@@ -210,22 +198,23 @@ class Ledger:
         floats = [one.to(device) for one in (counts, *given.values())]
         wait = self._add_up(torch.cat([words & 0xFFFFFFFF, words >> 32, *floats, squares]))
         skipping = [offer for each in self._optimizers.values() for offer in offered(each, SkippingStep)]
-        line: dict[str, Any] = {"step": step, "rates": self._rates()}
-        if skipping:
-            line["skipped"] = any(offer.skipped for offer in skipping)
+        line: dict[str, Any] = {
+            "step": step,
+            "rates": self._rates(),
+            "skipped": any(offer.skipped for offer in skipping),
+        }
 
         def write() -> None:
             numbers = wait()
             halves = zip(numbers[: len(words)], numbers[len(words) : 2 * len(words)], strict=True)
             digest, random, *found = [(int(low) + (int(high) << 32)) % 2**64 for low, high in halves]
             samples, tokens, *rest = numbers[2 * len(words) :]
-            line.update({name: _json(value) for name, value in zip(given, rest, strict=False)} | {"tokens": int(tokens)})
-            line["random"] = f"{random:016x}"
+            units, norms = len(squares), rest[len(given) :]
+            line.update(zip(given, map(_json, rest), strict=False), tokens=int(tokens), random=f"{random:016x}")
             if self._samples.are_known:
                 line.update(samples=int(samples), digest=f"{digest:016x}")
-            units = len(squares)
             line["sums"] = [f"{one:016x}" for one in found[:units]]
-            line["norms"] = {at: _json(rest[len(given) + at] ** 0.5) for at in range(step % TURNS, units, TURNS)}
+            line["norms"] = {at: _json(norms[at] ** 0.5) for at in range(step % TURNS, units, TURNS)}
             drifted = [at for at, zero in enumerate(found[units:]) if zero]
             if self._writes:
                 if not self._has_started:
@@ -259,7 +248,7 @@ class Ledger:
 
         return wait
 
-    def _rates(self) -> dict[str, float]:
+    def _rates(self) -> dict[str, float | str]:
         """The numbers in the groups of optimizers."""
         return {
             f"{option} of group {at} of {name}": _json(number)
@@ -278,28 +267,26 @@ class Ledger:
 
     def _report_drift(self, step: int, units: list[int], mine: list[int]) -> None:
         """Say on all ranks which of them hold other values. Collectives: a gathering."""
-        ctx = self._ctx
-        cut = [sorted(self._parameters.cut[at]) for at in units]
+        ctx, wrong = self._ctx, []
         told = gather_objects([mine[at] for at in units], ctx)
-        wrong = []
-        for axes, at, values in zip(cut, units, zip(*told, strict=True), strict=True):
+        for at, values in zip(units, zip(*told, strict=True), strict=True):
             alike: defaultdict[Any, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
             for rank, value in enumerate(values):
                 place = ctx.coordinates_of(rank)
-                alike[tuple(place[axis] for axis in axes)][value].append(rank)
+                alike[tuple(place[axis] for axis in sorted(self._parameters.cut[at]))][value].append(rank)
             groups = [f"on rank {listed(ranks)}" for held in alike.values() if len(held) > 1 for ranks in held.values()]
             wrong.append(f"{self._parameters.units[at]}: one value {', another '.join(groups)}")
         problem = "ledger: replicas of parameters have different values"
-        text: dict[str, str] = {
-            "found": f"step {step}: {'; '.join(wrong[:3])}{f'; and {len(wrong) - 3} more' * (len(wrong) > 3)}",
-            "expected": "equal parameters, bit for bit, on all ranks that hold the same",
-            "fix": "weft.check(ctx, model=model)  # says which strategy is missing",
-        }
-        if self._raises:
-            raise NotSynchronized(message(problem, **text))
-        if not self._has_warned:
-            warn(problem, **text)
-        self._has_warned = True
+        found, expected = (
+            f"step {step}: {listed(wrong)}",
+            "equal parameters, bit for bit, on all ranks that hold the same",
+        )
+        fix = "weft.check(ctx, model=model)  # says which strategy is missing"
+        if self._drift == "raise":
+            raise NotSynchronized(message(problem, found=found, expected=expected, fix=fix))
+        if self._drift == "warn":
+            warn(problem, found=found, expected=expected, fix=fix)
+        self._drift = "warned"
 
     def close(self) -> None:
         """Write the last step, which all ranks wait for; a second call does nothing.
@@ -331,7 +318,8 @@ class Ledger:
         dtypes = {parameter.dtype for module in modules for parameter in module.parameters()}
         for part in itertools.chain.from_iterable(module.modules() for module in modules):
             for offer in offered(part, PrecisionOffer):
-                dtypes |= {offer.precision.compute, offer.precision.reduce, offer.precision.matmul} - {None}
+                policy = offer.precision
+                dtypes |= {dtype for dtype in (policy.compute, policy.reduce, policy.matmul) if dtype is not None}
         return program_facts(ctx, None, {}) | {
             "threads": torch.get_num_threads(),
             "mesh": ", ".join(f"{name}={size}" for name, size in ctx.axes),
