@@ -9,12 +9,12 @@ always.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from weft.errors import listed
+from weft.errors import listed, value_error
 from weft.monitoring.run_ledger.file import Entry, Recorded, read_ledger
 
 _SAME = ("versions", "device", "threads", "ranks", "mesh", "applied", "units")  # then results are equal
@@ -70,72 +70,71 @@ def compare_recorded(ours: Recorded, theirs: Recorded, *, rounding: bool = False
     """As `compare_ledgers`, of what was read."""
     steps = sorted(ours.steps.keys() & theirs.steps.keys())
     if not steps:
-        raise ValueError(f"no step is in both ledgers: {_extent(ours)}; {_extent(theirs)}")
+        raise value_error(
+            "ledger: two runs have no step in common",
+            found=f"{_extent(ours)}; {_extent(theirs)}",
+            expected="runs whose steps are numbered alike",
+            fix="record(step, loss=loss)  # the number of the optimizer's step, which continues in a resumed run",
+        )
     largest: dict[str, float] = {}
-    exact, step, number = True, 0, 0
-    found: tuple[str, ...] = ()
+    found: list[str] = []
+    exact, step, number, before, after = True, 0, 0, ours.starts[steps[0]], theirs.starts[steps[0]]
     for number, step in enumerate(steps, 1):
-        starts = ours.starts[step], theirs.starts[step]
-        exact = not rounding and all(starts[0].get(name) == starts[1].get(name) for name in _SAME)
-        unit = 0.0 if exact else max(start["rounding"] for start in starts) * (1 + number)
-        found = tuple(_Pair(ours.steps[step], theirs.steps[step], unit, largest).differences(*starts))
+        before, after = ours.starts[step], theirs.starts[step]
+        exact = not rounding and all(before.get(name) == after.get(name) for name in _SAME)
+        unit = 0.0 if exact else max(before["rounding"], after["rounding"]) * (1 + number)
+        units = before["units"] if before["units"] == after["units"] else []
+        found = list(_differences(ours.steps[step], theirs.steps[step], units, unit, largest))
         if found:
             break
-    notes = [f"{name}: {_against(*starts, name)}" for name in _TOLD if starts[0].get(name) != starts[1].get(name)]
-    if starts[0]["units"] != starts[1]["units"]:
+    notes = [f"{name}: {_against(before, after, name)}" for name in _TOLD if before.get(name) != after.get(name)]
+    if before["units"] != after["units"]:
         notes.append("parameters: not compared, they have other names")
     if not ("digest" in ours.steps[step] and "digest" in theirs.steps[step]):
         notes.append("samples: not compared, a ledger had neither a loader of weft nor record.saw(batch)")
-    return Comparison(number, exact, step if found else None, found, tuple(notes))
+    return Comparison(number, exact, step if found else None, tuple(found), tuple(notes))
 
 
-class _Pair(NamedTuple):
-    """What two runs recorded of one step.
+def _differences(one: Entry, two: Entry, units: Sequence[str], unit: float, largest: dict[str, float]) -> Iterator[str]:
+    """What differs between two runs in one step, in the order of causes.
 
-    Attributes:
-        one: Of the first run.
-        two: Of the other one.
+    Args:
+        one: What the first one recorded.
+        two: What the other one recorded.
+        units: Names of the units of parameters.
         unit: Relative rounding that is allowed, in units of the coarsest dtype; 0: all has to be equal.
         largest: The largest value of each kind so far, which is updated.
+
+    Yields:
+        A text for each thing that differs.
     """
 
-    one: Entry
-    two: Entry
-    unit: float
-    largest: dict[str, float]
+    def near(a: Any, b: Any, name: str, times: int) -> bool:
+        if a == b or isinstance(a, str) or isinstance(b, str):  # a text is a number that is not finite
+            return bool(a == b)
+        largest[name] = max(largest.get(name, 0.0), abs(a), abs(b))
+        return bool(abs(a - b) <= min(times * unit, _MOST) * largest[name])
 
-    def differences(self, before: Entry, after: Entry) -> Iterator[str]:
-        """What differs, in the order of causes."""
-        one, two = self.one, self.two
-        exactly = {"digest": "digest of the samples", "samples": "number of samples", "tokens": "number of tokens"}
-        exactly |= {"skipped": "skipped by the optimizer"} | ({} if self.unit else {"random": "random state"})
-        for name, text in exactly.items():
-            if name in one and name in two and one[name] != two[name]:
-                yield f"{text}: {_against(one, two, name)}"
-        rates = one["rates"], two["rates"]
-        for name in dict.fromkeys([*rates[0], *rates[1]]):
-            if rates[0].get(name) != rates[1].get(name):
-                yield f"{name.replace('lr of', 'learning rate of', 1)}: {_against(*rates, name)}"
-        for name, text in {"loss": "loss", "grad_norm": "norm of the gradients"}.items():
-            if name in one and name in two and not self._near(one[name], two[name], name, _UNITS_OF_LOSS):
-                yield f"{text}: {_against(one, two, name)}"
-        if before["units"] == after["units"]:
-            sums = enumerate(zip(one["sums"], two["sums"], strict=False))
-            wrong = set() if self.unit else {at for at, (a, b) in sums if a != b}
-            norms = one["norms"], two["norms"]
-            for at in norms[0].keys() & norms[1].keys():
-                if not self._near(norms[0][at], norms[1][at], f"norm {at}", _UNITS_OF_NORM):
-                    wrong.add(int(at))
-            if wrong:
-                which = listed(before["units"][at] for at in sorted(wrong))
-                yield f"parameters of {len(wrong)} of {len(before['units'])} units: {which}"
-
-    def _near(self, one: Any, two: Any, name: str, units: int) -> bool:
-        """Whether two values are equal, or as near to each other as rounding lets them be; a text is not finite."""
-        if one == two or isinstance(one, str) or isinstance(two, str):
-            return bool(one == two)
-        self.largest[name] = max(self.largest.get(name, 0.0), abs(one), abs(two))
-        return bool(abs(one - two) <= min(units * self.unit, _MOST) * self.largest[name])
+    exactly = {"digest": "digest of the samples", "samples": "number of samples", "tokens": "number of tokens"}
+    exactly |= {"skipped": "skipped by the optimizer"} | ({} if unit else {"random": "random state"})
+    for name, text in exactly.items():
+        if name in one and name in two and one[name] != two[name]:
+            yield f"{text}: {_against(one, two, name)}"
+    rates = one["rates"], two["rates"]
+    for name in dict.fromkeys([*rates[0], *rates[1]]):
+        if rates[0].get(name) != rates[1].get(name):
+            yield f"{name.replace('lr of', 'learning rate of', 1)}: {_against(*rates, name)}"
+    for name, text in {"loss": "loss", "grad_norm": "norm of the gradients"}.items():
+        if name in one and name in two and not near(one[name], two[name], name, _UNITS_OF_LOSS):
+            yield f"{text}: {_against(one, two, name)}"
+    norms = one["norms"], two["norms"] if units else {}
+    both = norms[0].keys() & norms[1].keys()
+    wrong = {int(at) for at in both if not near(norms[0][at], norms[1][at], f"norm {at}", _UNITS_OF_NORM)}
+    if not unit:
+        wrong |= {at for at, (a, b) in enumerate(zip(one["sums"], two["sums"], strict=False)) if a != b}
+    if wrong:
+        which = listed(units[at] for at in sorted(wrong))
+        yield f"parameters of {len(wrong)} of {len(units)} units: {which}"
 
 
 def _extent(run: Recorded) -> str:

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -29,7 +30,7 @@ from weft.collectives.primitives import name_lost_peer, wait_for_collective
 from weft.context import DistContext
 from weft.contract import offered, part_axes
 from weft.engines.torch.steps.skip import SkippingStep
-from weft.errors import NotSynchronized, listed, message, warn
+from weft.errors import NotSynchronized, listed
 from weft.monitoring.log_start import program_facts
 from weft.monitoring.run_ledger.exact_sums import number_of, signed
 from weft.monitoring.run_ledger.file import write_line
@@ -103,8 +104,8 @@ def ledger(
         3
     """
     fix = 'weft.monitoring.ledger({"model": model}, folder, ctx, every=1, parameters_every=1, drift="raise")'
-    check_count("ledger", "every", every, fix=fix)
-    check_count("ledger", "parameters_every", parameters_every, fix=fix)
+    for name, count in (("every", every), ("parameters_every", parameters_every)):
+        check_count("ledger", name, count, fix=fix)
     check_choice("ledger", "drift", drift, ("raise", "warn"), fix=fix)
     if not ctx.world.pretended:
         ctx.require_collective("ledger")
@@ -276,16 +277,16 @@ class Ledger:
                 alike[tuple(place[axis] for axis in sorted(self._parameters.cut[at]))][value].append(rank)
             groups = [f"on rank {listed(ranks)}" for held in alike.values() if len(held) > 1 for ranks in held.values()]
             wrong.append(f"{self._parameters.units[at]}: one value {', another '.join(groups)}")
-        problem = "ledger: replicas of parameters have different values"
-        found, expected = (
-            f"step {step}: {listed(wrong)}",
-            "equal parameters, bit for bit, on all ranks that hold the same",
+        error = NotSynchronized(
+            "ledger: replicas of parameters have different values",
+            found=f"step {step}: {listed(wrong)}",
+            expected="equal parameters, bit for bit, on all ranks that hold the same",
+            fix="model, ctx = weft.replicate(model, ctx)  # or weft.fully_shard, weft.zero_partition",
         )
-        fix = "weft.check(ctx, model=model)  # says which strategy is missing"
         if self._drift == "raise":
-            raise NotSynchronized(message(problem, found=found, expected=expected, fix=fix))
+            raise error
         if self._drift == "warn":
-            warn(problem, found=found, expected=expected, fix=fix)
+            warnings.warn(str(error), stacklevel=5)
         self._drift = "warned"
 
     def close(self) -> None:
