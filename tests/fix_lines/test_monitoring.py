@@ -8,6 +8,7 @@ import weft
 from tests.fix_lines.told import told
 from weft import monitoring
 from weft.monitoring.report.trace_events import _LARGEST, read_trace
+from weft.monitoring.run_ledger.compare import compare_ledgers
 from weft.testing import run_ranks
 
 
@@ -100,3 +101,41 @@ def _different_names(ctx):
 @pytest.mark.slow
 def test_different_names():
     run_ranks(_different_names, 2)
+
+
+def test_ledgers(tmp_path):
+    model, ctx = nn.Linear(2, 2), weft.local()
+    names = {"model": model, "folder": tmp_path / "a", "ctx": ctx}
+    with told("monitoring/run_ledger/record.py", "name, count") as it:
+        monitoring.ledger({"model": model}, tmp_path, ctx, every=0)
+    it.run(**names)
+    with told("monitoring/run_ledger/record.py", "check_choice") as it:
+        monitoring.ledger({"model": model}, tmp_path, ctx, drift="ignore")
+    record = eval(it.fix, {"weft": weft, **names})
+    with told("monitoring/run_ledger/record.py", "'step', step") as it:
+        record(-1, loss=1.0)
+    it.run(record=record, step=1, loss=1.0)
+    record.close()
+    with monitoring.ledger({}, tmp_path / "b", ctx) as record:
+        record(2)
+    with told("monitoring/run_ledger/compare.py", "no step in common") as it:
+        compare_ledgers(tmp_path / "a", tmp_path / "b")
+    with monitoring.ledger({}, tmp_path / "b", ctx) as record:
+        it.run(record=record, step=1, loss=1.0)
+    assert compare_ledgers(tmp_path / "a", tmp_path / "b").first is None
+
+
+def _drifting(ctx, folder):
+    torch.manual_seed(ctx.rank)
+    model = nn.Linear(2, 2)
+    record = monitoring.ledger({"model": model}, folder, ctx)
+    record(1)
+    with told("monitoring/run_ledger/record.py", "NotSynchronized") as it:
+        record.close()
+    it.run(model=model, ctx=ctx)
+    with monitoring.ledger({"model": model}, folder, ctx) as record:
+        record(1)
+
+
+def test_replicas_that_differ_in_a_ledger(tmp_path):
+    run_ranks(_drifting, 2, str(tmp_path))

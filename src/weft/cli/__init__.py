@@ -10,6 +10,7 @@ export.py       write the weights of a checkpoint for others
 estimate.py     sizes of a model, and the memory of training it
 rehearse.py     a script as one rank of many, without memory
 report.py       a run as one page of HTML
+ledger.py       the first step that differs between two runs
 migrate.py      rewrite a script of Accelerate or Fabric
 
 Tested by: tests/cli, tests/launching/test_launch.py, tests/context/test_config.py
@@ -21,7 +22,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from weft.cli import config, doctor, estimate, explain, export, launch, migrate, rehearse, report
+from weft.cli import config, doctor, estimate, explain, export, launch, ledger, migrate, rehearse, report
 from weft.errors import ContextError, MissingExtra
 
 __all__ = ["main", "parser"]
@@ -31,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     top = argparse.ArgumentParser(prog="weft", description="Distributed PyTorch training by composing functions.")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
-    for module in (launch, config, explain, doctor, estimate, rehearse, export, report, migrate):
+    for module in (launch, config, explain, doctor, estimate, rehearse, export, report, ledger, migrate):
         module.add_parser(commands)
     return top
 

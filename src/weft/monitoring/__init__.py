@@ -12,6 +12,7 @@ profiler.py     `profile`: torch's profiler on a schedule, one trace per rank
 peak_memory.py  `peak_memory` by kind; memory given back; what is in memory, as a file
 measured.py     `probe_results`: what probes have measured so far
 health.py       `watch_health`: NaN, infinite and jumping losses, and where they arose
+run_ledger/     `ledger`: what happened in each step, so that two runs can be compared
 report/         the folders of one or several runs as one page of HTML
 
 Nothing here changes what is computed. A rank communicates where the docstring says so, and nowhere else.
@@ -29,6 +30,7 @@ from weft.monitoring.peak_memory import PeakMemory, peak_memory, release_memory,
 from weft.monitoring.profiler import Profile, profile
 from weft.monitoring.progress import progress
 from weft.monitoring.report import write_report
+from weft.monitoring.run_ledger import Ledger, ledger
 from weft.monitoring.throughput import Throughput, throughput
 from weft.monitoring.trackers.files import csv, jsonl
 from weft.monitoring.trackers.libraries import aim, clearml, comet, dvclive, mlflow, swanlab, trackio, wandb
@@ -45,6 +47,7 @@ __all__ = [
     "Health",
     "Histogram",
     "Image",
+    "Ledger",
     "PeakMemory",
     "Profile",
     "RunTracker",
@@ -63,6 +66,7 @@ __all__ = [
     "every",
     "in_background",
     "jsonl",
+    "ledger",
     "log",
     "log_start",
     "logger",

@@ -54,12 +54,13 @@ def log_start(
         >>> log_start(0, weft.local(), lambda values, step: print(step, sorted(values)), settings={"lr": 0.1})
         0 ['explain', 'program', 'settings']
     """
-    program = json.dumps(_program(ctx, steps, settings or {}), default=str) if ctx.is_main else ""
+    program = json.dumps(program_facts(ctx, steps, settings or {}), default=str) if ctx.is_main else ""
     configuration = {"settings": HParams({n: plain(value) for n, value in settings.items()})} if settings else {}
     log({**configuration, "explain": explain(ctx), "program": program}, step, ctx, trackers)
 
 
-def _program(ctx: DistContext, steps: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+def program_facts(ctx: DistContext, steps: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a program is, as `log_start` writes it."""
     device = torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else ctx.device.type
     return {
         "started": f"{dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M:%SZ}",

@@ -9,6 +9,7 @@ which is why that has the name `plotly.js-style-global`; a sheet for maps that i
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import html
 import importlib.resources
@@ -27,6 +28,7 @@ from weft.monitoring.report.lost_replicas import replica_rows
 from weft.monitoring.report.read_run import EXPLAIN, read
 from weft.monitoring.report.rehearsals import message_rows, rehearsal_charts, rehearsal_facts
 from weft.monitoring.report.run import Run
+from weft.monitoring.run_ledger.compare import compare_recorded
 
 _EVENTS = ("preempted", "failure")  # names of texts that say why a program ended
 _RECORDS = "records"  # a table of rows that stand one below the other where the screen is narrow
@@ -83,6 +85,7 @@ def render(runs: Sequence[Run]) -> str:
         "Replicas": _replicas(named),
         "Health": _health(named),
         "Probes": _probes(named),
+        "Ledger": _ledger(named),
         "Profiles": _profiles(named, charts),
         "Rehearsals": _rehearsals(named, charts),
         "Checkpoints, preemptions and failures": _events(named),
@@ -226,6 +229,19 @@ def _probes(runs: Runs) -> str:
     texts = [(name, *run.texts[_PROBES][-1]) for name, run in runs.items() if _PROBES in run.texts]
     rows = [(name, *line.partition(": ")[::2], f"{step:,}") for name, step, text in texts for line in text.splitlines()]
     return _of_runs(runs, ("transform", "what was measured", "up to step"), rows, _RECORDS)
+
+
+def _ledger(runs: Runs) -> str:
+    """Which steps were recorded, and of several runs the first that differs from those of the first one."""
+    recorded = {name: run.ledger for name, run in runs.items() if run.ledger is not None and run.ledger.steps}
+    rows: list[tuple[str, str, str]] = []
+    for name, one in recorded.items():
+        found = ""
+        with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError):  # a line may be of any form
+            found = compare_recorded(next(iter(recorded.values())), one).text
+        rows.append((name, f"{min(one.steps)} to {max(one.steps)}", found if rows else ""))
+    head = ["steps recorded", f"against {next(iter(recorded), '')}"][: len(runs)]
+    return _of_runs(runs, head, [row[: len(head) + 1] for row in rows])
 
 
 def _replicas(runs: Runs) -> str:

@@ -23,6 +23,8 @@ from weft.monitoring.report.lost_replicas import replica_rows
 from weft.monitoring.report.rehearsals import message_rows, rehearsal_charts, rehearsal_facts
 from weft.monitoring.report.run import Rehearsed, Run
 from weft.monitoring.report.trace_events import read_trace
+from weft.monitoring.run_ledger.file import NAME as LEDGER
+from weft.monitoring.run_ledger.file import read_ledger
 
 # What comes from outside may be of any form: nothing is shown of it then, and the page is made of the rest.
 _WRONG = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, csv.Error)
@@ -54,12 +56,15 @@ def read(folder: str | Path) -> Run:
     files = sorted(below, key=lambda path: (len(path.parts), path))
     for suffix, entries in ((".jsonl", _lines), (".csv", _rows)):
         for path in files:
-            if path.suffix == suffix:
+            if path.suffix == suffix and path.name != LEDGER:
                 with _problems(run, path):
                     _merge(run, _log_of_file(run, path, entries(path)))
     for place in dict.fromkeys(path.parent for path in files if path.name.startswith("events.out.tfevents.")):
         with _problems(run, place):
             _merge(run, _log_of_events(run, place))
+    for path in [path for path in files if path.name == LEDGER][:1]:
+        with _problems(run, path):
+            run.ledger = read_ledger(path)
     for path in files:
         if path.suffix == ".json":
             _read_json(run, path)

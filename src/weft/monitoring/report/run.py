@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.monitoring.report.trace_events import Trace
+from weft.monitoring.run_ledger.file import Recorded
 
 Rehearsed = Mapping[str, Any]  # the fields of `weft.rehearsal.Rehearsal`
 
@@ -29,6 +30,7 @@ class Run:
         checkpoints: Names of folders with a manifest.
         traces: What profiles say.
         rehearsals: What `weft rehearse --json` wrote.
+        ledger: What `weft.monitoring.ledger` recorded; None if there is none.
         sources: Files that were read.
         problems: What could not be read, and why.
     """
@@ -45,5 +47,6 @@ class Run:
     checkpoints: list[str] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     rehearsals: list[Rehearsed] = field(default_factory=list)
+    ledger: Recorded | None = None
     sources: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

@@ -58,7 +58,7 @@ def jsonl(path: str | Path, *, purge_step: int | None = None) -> Tracker:
             place.parent.mkdir(parents=True, exist_ok=True)
             if purge_step is not None and place.exists():
                 _purge_lines(place, purge_step)
-            _end_line(place)
+            end_line(place)
             is_open = True
         line = json.dumps({"step": step, **_plain(values)}, ensure_ascii=False, default=plain)
         with place.open("a", encoding="utf-8") as file:
@@ -140,7 +140,7 @@ def csv(path: str | Path, *, purge_step: int | None = None) -> Tracker:
             columns = _columns(place)
             if purge_step is not None and columns[:1] == ["step"]:
                 _purge_rows(place, columns, purge_step)
-            _end_line(place)
+            end_line(place)
         row = {"step": step, **{name: v for name, v in _plain(values).items() if not isinstance(v, dict)}}
         new = [name for name in row if name not in columns]
         if new:
@@ -226,7 +226,7 @@ def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _end_line(place: Path) -> None:
+def end_line(place: Path) -> None:
     """End the last line of a file that is there."""
     if place.exists() and place.stat().st_size:
         with place.open("rb+") as file:
