@@ -59,6 +59,7 @@ class Outline:
         values: Plain values by object.
         blocks: Which block of which tensor this rank writes.
         of_rank: Plain values of this rank alone.
+        others: Those of ranks that take no part, whose checkpoint is imported.
         replicas: Numbers that tell whether ranks that hold the same tensors hold the same values.
     """
 
@@ -68,6 +69,7 @@ class Outline:
     values: Mapping[str, Any]
     blocks: Mapping[str, Block]
     of_rank: Mapping[str, Any]
+    others: Sequence[Mapping[str, Any]]
     replicas: Replicas
 
 
@@ -102,7 +104,12 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
 
 
 def outline_of(
-    content: Content, written: Iterable[Held], of_rank: Mapping[str, Any], replicas: Replicas | None = None
+    content: Content,
+    written: Iterable[Held],
+    of_rank: Mapping[str, Any],
+    replicas: Replicas | None = None,
+    *,
+    others: Sequence[Mapping[str, Any]] = (),
 ) -> Outline:
     """What a rank brings that has a content and writes some of its tensors."""
     return Outline(
@@ -112,6 +119,7 @@ def outline_of(
         values=content.values,
         blocks={held.name: held.block for held in written},
         of_rank=of_rank,
+        others=others,
         replicas=replicas or {},
     )
 
@@ -416,12 +424,13 @@ def _manifest(
     tensors = {name: replace(entry, pieces=tuple(pieces[name])) for name, entry in brought.tensors.items()}
     for name, origin in brought.same_as.items():
         tensors[name] = replace(brought.tensors[origin], same_as=origin)
+    ranks = [*(part["rank"] for part in parts), *brought.others]
     manifest = Manifest(
         step=step,
-        world_size=len(parts),
+        world_size=len(ranks),
         tensors=tensors,
         values=dict(brought.values),
-        ranks=[part["rank"] for part in parts],
+        ranks=ranks,
         files={part["file"]: FileEntry(**part["entry"]) for part in parts},
         run=run,
         score=float(score) if score is not None and math.isfinite(score) else None,
