@@ -32,7 +32,7 @@ MODULES = {
     "environments": "Topology first_host topology",
     "metrics": "SampleIds denominator gather_metrics weighted_mean",
     "rng": "Seeded Seeds keyed_uniform set_seed sync_rng worker_seeds",
-    "interop": "import_deepspeed",
+    "interop": "Imported import_accelerate import_dcp import_deepspeed import_trainer",
     "weights": "LoadedWeights PlacedUnit PlacementPlan export find_tied load_weights module_sizes on_meta "
     "plan_placement tie",
 }
@@ -178,7 +178,10 @@ def test_a_function_takes_its_object_then_ctx_and_the_rest_by_name(name):
     if "ctx" not in names:
         by_two = (
             "export",
+            "import_accelerate",
+            "import_dcp",
             "import_deepspeed",
+            "import_trainer",
             "launch_function",
             "offered",
             "padding_share",

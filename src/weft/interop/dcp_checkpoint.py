@@ -39,11 +39,11 @@ def import_dcp(
     plain values, and a file with anything else in it is refused. Tensors are put together one by one when they are
     written: the largest of them is in memory.
 
-    What the state consists of is seen from it, at any depth: `{"model": ..., "optimizer": ...}`, `{"app": {"model": ...,
-    "optim": ...}}`, or a module's `state_dict()` alone. What has `param_groups` is an optimizer, also with
-    `flatten_optimizer_state_dict`; what consists of tensors is a module; `{"scale": ..., "_growth_tracker": ...}` is the
-    scale of the loss; any other dict, such as that of a scheduler or a StatefulDataLoader, is an object. Each keeps the
-    last part of its name: give `weft.checkpointable` these names, which are in `objects` of the result.
+    What the state consists of is seen from it, at any depth: `{"model": ..., "optimizer": ...}`, `{"app": {"model":
+    ..., "optim": ...}}`, or a module's `state_dict()` alone. What has `param_groups` is an optimizer, also with
+    `flatten_optimizer_state_dict`; what consists of tensors is a module; what has `scale` and `_growth_tracker` is the
+    scale of the loss; any other dict, such as that of a scheduler or a StatefulDataLoader, is an object. Each keeps
+    the last part of its name: give `weft.checkpointable` these names, which are in `objects` of the result.
 
     Names of parameters are in the file if its state came from torch's `get_state_dict`. For an optimizer that was saved
     by its own `state_dict()`, `like` has to give them: the objects of the program by name, on meta is enough.
@@ -102,11 +102,14 @@ def import_dcp(
     for name, value in kept.items():
         if name in found.weights:
             continue
-        if not isinstance(value, dict):
+        if step is None and name in _STEPS and isinstance(value, (int, torch.Tensor)):
+            step = int(value)
+        elif not isinstance(value, dict):
             found.left.append(f"{name}: {'a tensor' if isinstance(value, torch.Tensor) else repr(value)[:60]}")
-            step = int(value) if step is None and name in _STEPS else step
         elif is_optimizer(value):
             found.optimizers[name] = named_groups(what, name, _unflattened(value), found.weights, names_in(given, name))
+            if "param_groups" not in value:
+                found.left.append(f"{name}: which parameters were a group; those with the same options are one")
         elif value.keys() >= {"scale", "_growth_tracker"}:
             loss_scale(what, place / METADATA, value, found)
         else:

@@ -77,7 +77,7 @@ class Found:
         optimizers: Groups of each optimizer, by its name.
         values: Of other objects, such as schedulers, by their names.
         ranks: Random states of each rank, as JSON; None where there are none.
-        scale: Of the loss, and how many good steps there were since it changed.
+        scale: Of the loss, as with_precision keeps it.
         left: What stays behind, and why.
         deferred: Knows the tensors that are read when they are written.
     """
@@ -86,7 +86,7 @@ class Found:
     optimizers: dict[str, list[Group]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     ranks: list[dict[str, Any] | None] = field(default_factory=list)
-    scale: tuple[float, int] | None = None
+    scale: dict[str, float] | None = None
     left: list[str] = field(default_factory=list)
     deferred: DeferredTensors = field(default_factory=DeferredTensors)
 
@@ -141,7 +141,7 @@ def _content(found: Found) -> Content:
     tensors = content.tensors
     for key, weights in found.weights.items():
         extra = {name: encode(f"{key}/#{name}", each, tensors) for name, each in weights.items() if is_extra(name)}
-        transforms = {} if found.scale is None else dict(LossScale=dict(zip(("scale", "good_steps"), found.scale)))
+        transforms = {} if found.scale is None else {"LossScale": found.scale}
         content.values[key] = {"extra": extra, "transforms": transforms}
         first: dict[tuple[int, torch.Size], str] = {}
         for name, tensor in weights.items():
@@ -249,7 +249,8 @@ def named_groups(
     """
     groups: list[dict[str, Any]] = [dict(group) for group in saved["param_groups"]]
     numbers = [list(group.pop("params")) for group in groups]
-    names = _saved_names([group.pop("param_names", None) or params for group, params in zip(groups, numbers)], weights)
+    keys = [group.pop("param_names", params) for group, params in zip(groups, numbers, strict=True)]
+    names = _saved_names(keys, weights)
     state = saved.get("state", {})  # DCP makes text of numbers
     states = [[dict(state.get(n) or state.get(str(n)) or {}) for n in params] for params in numbers]
     if names is None:
@@ -258,7 +259,7 @@ def named_groups(
         raise CheckpointError(
             f"{what}: the names of the parameters in {key} are not known",
             found=f"groups of {[len(one) for one in numbers]} parameters, and names for {[len(one) for one in names]}",
-            expected="names in the files, or the model and the optimizer as in the program that saved; on meta is enough",
+            expected="names in the files, or the model and the optimizer of the program that saved; on meta is enough",
             fix=f'like={{"model": model, "{key}": optimizer}}  # with torch.device("meta"): model = build()',
         )
     shapes = {
@@ -353,7 +354,7 @@ def random_states(what: str, path: Path, python: Any, numpy: Any, cpu: Any, devi
         CheckpointError: They are something else.
     """
     try:
-        found = {"python": python_json(*python), "numpy": numpy_json(*numpy), "torch": to_hex(cpu)}
+        found: dict[str, Any] = {"python": python_json(*python), "numpy": numpy_json(*numpy), "torch": to_hex(cpu)}
         found |= {kind: to_hex(state) for kind, state in devices.items()}
         python_state(*found["python"])
         numpy_state(*found["numpy"])
@@ -372,7 +373,7 @@ def loss_scale(what: str, path: Path, saved: Any, found: Found) -> None:
     if not saved:  # it was off
         return
     try:
-        found.scale = float(saved["scale"]), int(saved["_growth_tracker"])
+        found.scale = {"scale": float(saved["scale"]), "good_steps": int(saved["_growth_tracker"])}
         other = {k: saved[k] for k, usual in _SCALER.items() if saved[k] != usual}
     except (LookupError, TypeError, ValueError) as error:
         raise damaged(what, path, error) from error

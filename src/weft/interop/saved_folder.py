@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ from weft.interop.torch_files import METADATA, damaged, load, read_dcp
 from weft.tensors.blocks import whole
 from weft.weights.sources import INDEX, MAX_INDEX_BYTES, WeightFiles, from_path
 from weft.weights.stored_names import as_named_now
+
+Grouping: TypeAlias = Callable[[nn.Module], Sequence[Sequence[str]] | None]
 
 # What is of use to the other library alone.
 _LEFT = (
@@ -37,7 +40,7 @@ class Layout(NamedTuple):
         states: From what is in such a file to arguments of `random_states`, for a rank.
     """
 
-    grouping: Callable[[nn.Module], Sequence[Sequence[str]] | None]
+    grouping: Grouping
     ranks: str
     states: Callable[[Mapping[str, Any], int], tuple[Any, Any, Any, dict[str, torch.Tensor]]]
 
@@ -56,51 +59,140 @@ def read_saved(what: str, folder: Path, like: Mapping[str, Any], skip: Collectio
         CheckpointError: A file is missing, or cannot be read, trusted, or does not fit `like`.
         OSError: One cannot be read.
     """
-    found, read = Found(), list[Path]()
-
-    def taken(path: Path) -> Path:
-        read.append(path)
-        return path
-
-    for number in range(len(list(folder.iterdir())) if folder.is_dir() else 1):
-        key = _numbered("model", number)
-        weights = _weights(what, folder, number, like.get(key), found, taken)
-        if weights is None:
-            break
-        found.weights[key] = plain_weights(what, key, weights, like)
-    if not found.weights:
-        raise _missing(what, folder, "model.safetensors, pytorch_model.bin, or the same of FSDP")
-    for number, name in enumerate(_numbered("optimizer", each) for each in range(len(found.weights) + 1)):
-        saved = None if name in skip else _optimizer(what, folder, number, found, taken)
-        if saved is not None:
-            model = like.get(_numbered("model", number))
-            names = names_in(like, name)
-            if names is None and isinstance(model, nn.Module):
-                names = layout.grouping(model)
-                names = names and [[f"{_numbered('model', number)}/{one}" for one in group] for group in names]
-            found.optimizers[name] = named_groups(what, name, saved, found.weights, names)
-    if not found.optimizers and "optimizer" not in skip:
-        raise _missing(what, folder, "optimizer.bin or optimizer.pt, or the folder optimizer_0")
-    for path in sorted(folder.glob("scheduler*.*")) + sorted(folder.glob("custom_checkpoint_*.pkl")):
-        if path.stem not in skip:
-            found.values[path.stem] = load(what, taken(path))
-    scaler = folder / "scaler.pt"
-    if scaler.exists() and "scaler" not in skip:
-        loss_scale(what, scaler, load(what, taken(scaler)), found)
-    ranks = {path.stem.rpartition("_")[2]: taken(path) for path in folder.glob(layout.ranks) if "rng" not in skip}
-    names = ["state"] if list(ranks) == ["state"] else [str(rank) for rank in range(len(ranks))]
-    if ranks.keys() != set(names):
-        raise _missing(what, folder, f"{layout.ranks} of all ranks, from 0; there are {listed(sorted(ranks))}")
-    for rank, name in enumerate(names):
-        saved = load(what, ranks[name])
-        try:
-            states = layout.states(saved, rank)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise damaged(what, ranks[name], error) from error
-        found.ranks.append(random_states(what, ranks[name], *states))
+    saved = _SavedFolder(what, folder, like, skip)
+    saved.add_modules_and_optimizers(layout.grouping)
+    saved.add_objects()
+    saved.add_ranks(layout)
+    found = saved.found
     found.left += [] if found.ranks else ["random states: new ones are drawn from seed and step"]
-    found.left += _left([path.name for path in sorted(folder.iterdir()) if path not in read])
+    found.left += _left([path.name for path in sorted(folder.iterdir()) if path not in saved.read])
     return found
+
+
+class _SavedFolder:
+    """A folder that is read, and what was found in it.
+
+    Attributes:
+        found: What was found.
+        read: The files that were read.
+    """
+
+    def __init__(self, what: str, folder: Path, like: Mapping[str, Any], skip: Collection[str]) -> None:
+        self._what, self._folder, self._like, self._skip = what, folder, like, skip
+        self.found = Found()
+        self.read: list[Path] = []
+
+    def add_modules_and_optimizers(self, grouping: Grouping) -> None:
+        found = self.found
+        for number in itertools.count():
+            key = _numbered("model", number)
+            weights = self._weights(number, self._like.get(key))
+            if weights is None:
+                break
+            found.weights[key] = plain_weights(self._what, key, weights, self._like)
+        if not found.weights:
+            raise self._missing("model.safetensors, pytorch_model.bin, or the same of FSDP")
+        for number in range(len(found.weights) + 1):
+            name = _numbered("optimizer", number)
+            saved = None if name in self._skip else self._optimizer(number)
+            if saved is not None:
+                names = names_in(self._like, name) or self._names(number, grouping)
+                found.optimizers[name] = named_groups(self._what, name, saved, found.weights, names)
+        if not found.optimizers and "optimizer" not in self._skip:
+            raise self._missing("optimizer.bin or optimizer.pt, or the folder optimizer_0")
+
+    def _names(self, number: int, grouping: Grouping) -> list[list[str]] | None:
+        """The parameters of the model of an optimizer, if the program shows that alone."""
+        key = _numbered("model", number)
+        model = self._like.get(key)
+        groups = grouping(model) if isinstance(model, nn.Module) else None
+        return None if groups is None else [[f"{key}/{name}" for name in names] for names in groups]
+
+    def add_objects(self) -> None:
+        """Schedulers, what the program has registered, and the scale of the loss."""
+        files = [path for pattern in ("scheduler*.*", "custom_checkpoint_*.pkl") for path in self._folder.glob(pattern)]
+        for path in sorted(files):
+            if path.stem not in self._skip:
+                self.found.values[path.stem] = self._load(path)
+        scaler = self._folder / "scaler.pt"
+        if scaler.exists() and "scaler" not in self._skip:
+            loss_scale(self._what, scaler, self._load(scaler), self.found)
+
+    def add_ranks(self, layout: Layout) -> None:
+        """Random states."""
+        if "rng" in self._skip:
+            return
+        paths = {path.stem.rpartition("_")[2]: path for path in self._folder.glob(layout.ranks)}
+        names = ["state"] if list(paths) == ["state"] else [str(rank) for rank in range(len(paths))]
+        if paths.keys() != set(names):
+            raise self._missing(f"{layout.ranks} of all ranks, from 0; there are {listed(sorted(paths))}")
+        for rank, name in enumerate(names):
+            saved = self._load(paths[name])
+            try:
+                states = layout.states(saved, rank)
+            except (LookupError, TypeError, AttributeError) as error:
+                raise damaged(self._what, paths[name], error) from error
+            self.found.ranks.append(random_states(self._what, paths[name], *states))
+
+    # -- the forms of weights and optimizers -------------------------------------------------------
+
+    def _weights(self, number: int, model: Any) -> dict[str, Any] | None:
+        """The weights of a module, in any of the forms they are saved in; None if there is none of this number."""
+        suffix = _numbered("", number)
+        for end in (INDEX, ".safetensors"):
+            path = self._folder / f"model{suffix}{end}"
+            if path.exists():
+                source = from_path(self._what, path, "model")
+                pieces = (piece for one in source.tensors.values() for piece in one.entry.pieces)
+                self.read += [path, *(self._folder / piece.file for piece in pieces)]
+                source = as_named_now(source, model) if isinstance(model, nn.Module) else source
+                return _deferred(source, self.found)
+        index = self._folder / f"pytorch_model{suffix}.bin.index.json"
+        if index.exists():
+            self.read.append(index)
+            parts = [self._load(self._folder / name) for name in _names_in_index(self._what, index)]
+            return dict(itertools.chain.from_iterable(part.items() for part in parts))
+        for name in ("pytorch_model", "pytorch_model_fsdp"):
+            path = self._folder / f"{name}{suffix}.bin"
+            if path.exists():
+                return dict(self._load(path))
+        sharded = self._folder / f"pytorch_model_fsdp_{number}"
+        return dict(self._sharded(sharded, "model")) if sharded.exists() else None
+
+    def _optimizer(self, number: int) -> Mapping[str, Any] | None:
+        """The `state_dict` of an optimizer; None if there is none of this number."""
+        sharded = self._folder / f"optimizer_{number}"
+        files = (self._folder / f"{_numbered('optimizer', number)}{end}" for end in (".bin", ".pt"))
+        path = next((path for path in files if path.exists()), sharded)
+        if not path.exists():
+            return None
+        saved = self._sharded(path, "optimizer") if path == sharded else self._load(path)
+        if not isinstance(saved, Mapping) or "param_groups" not in saved:
+            raise damaged(self._what, path, ValueError("no state of an optimizer"))
+        return saved
+
+    def _sharded(self, folder: Path, key: str) -> Mapping[str, Any]:
+        self.read.append(folder)
+        tree = read_dcp(self._what, folder, self.found.deferred)
+        part = tree.get(key, tree)
+        if not isinstance(part, dict):
+            raise damaged(self._what, folder / METADATA, ValueError(f"no {key} in it"))
+        return part
+
+    def _load(self, path: Path) -> Any:
+        self.read.append(path)
+        return load(self._what, path)
+
+    def _missing(self, expected: str) -> CheckpointError:
+        folder = self._folder
+        there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        near = [] if there else sorted(path.name for path in folder.parent.glob("*/") if path.is_dir())
+        return CheckpointError(
+            f"{self._what}: {folder} is no whole checkpoint",
+            found=listed(there) or f"no folder, or an empty one; beside it: {listed(near) or 'nothing'}",
+            expected=expected,
+            fix=f"weft.interop.{self._what}(folder, out)  # folder as saved, whole; what it never had: skip=[...]",
+        )
 
 
 def of_rank(states: Any, rank: int) -> torch.Tensor:
@@ -113,17 +205,6 @@ def _numbered(name: str, number: int) -> str:
     return f"{name}_{number}" if number else name
 
 
-def _missing(what: str, folder: Path, expected: str) -> CheckpointError:
-    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    near = [] if there else sorted(path.name for path in folder.parent.glob("*/") if path.is_dir())
-    return CheckpointError(
-        f"{what}: {folder} is no whole checkpoint",
-        found=listed(there) or f"no folder, or an empty one; beside it: {listed(near) or 'nothing'}",
-        expected=expected,
-        fix=f"weft.interop.{what}(folder, out)  # folder as it was saved, whole; what it never had: skip=[...]",
-    )
-
-
 def _left(names: Sequence[str]) -> Iterator[str]:
     for pattern, why in _LEFT:
         fits = [name for name in names if re.fullmatch(pattern, name)]
@@ -132,37 +213,6 @@ def _left(names: Sequence[str]) -> Iterator[str]:
             yield f"{listed(fits)}: {why}"
     if names:
         yield f"{listed(names)}: not read"
-
-
-# -- weights and optimizers --------------------------------------------------------------------------------
-
-
-def _weights(
-    what: str, folder: Path, number: int, model: Any, found: Found, taken: Callable[[Path], Path]
-) -> dict[str, Any] | None:
-    """The weights of a module, in any of the forms they are saved in; None if there is none of this number."""
-    suffix = _numbered("", number)
-    safe = [folder / f"model{suffix}{end}" for end in (INDEX, ".safetensors")]
-    for path in safe:
-        if path.exists():
-            source = from_path(what, taken(path), "model")
-            for piece in (piece for one in source.tensors.values() for piece in one.entry.pieces):
-                taken(folder / piece.file)
-            source = as_named_now(source, model) if isinstance(model, nn.Module) else source
-            return _deferred(source, found)
-    shards = folder / f"pytorch_model{suffix}.bin.index.json"
-    if shards.exists():
-        weights: dict[str, Any] = {}
-        for name in _names_in_index(what, taken(shards)):
-            weights |= load(what, taken(folder / name))
-        return weights
-    for path in (folder / f"pytorch_model{suffix}.bin", folder / f"pytorch_model_fsdp{suffix}.bin"):
-        if path.exists():
-            return dict(load(what, taken(path)))
-    sharded = folder / f"pytorch_model_fsdp_{number}"
-    if sharded.exists():
-        return dict(_part(what, taken(sharded), "model", found))
-    return None
 
 
 def _deferred(source: WeightFiles, found: Found) -> dict[str, Any]:
@@ -187,26 +237,3 @@ def _names_in_index(what: str, path: Path) -> list[str]:
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise damaged(what, path, error) from error
     return names
-
-
-def _optimizer(
-    what: str, folder: Path, number: int, found: Found, taken: Callable[[Path], Path]
-) -> Mapping[str, Any] | None:
-    """The `state_dict` of an optimizer; None if there is none of this number."""
-    name = _numbered("optimizer", number)
-    sharded = folder / f"optimizer_{number}"
-    path = next((path for end in (".bin", ".pt") if (path := folder / f"{name}{end}").exists()), sharded)
-    if not path.exists():
-        return None
-    saved = _part(what, taken(path), "optimizer", found) if path == sharded else load(what, taken(path))
-    if not isinstance(saved, Mapping) or "param_groups" not in saved:
-        raise damaged(what, path, ValueError("no state of an optimizer"))
-    return saved
-
-
-def _part(what: str, folder: Path, key: str, found: Found) -> Mapping[str, Any]:
-    tree = read_dcp(what, folder, found.deferred)
-    part = tree.get(key, tree)
-    if not isinstance(part, dict):
-        raise damaged(what, folder / METADATA, ValueError(f"no {key} in it"))
-    return part

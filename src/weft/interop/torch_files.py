@@ -14,6 +14,7 @@ import math
 import os
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -61,12 +62,22 @@ def load(what: str, path: Path) -> Any:
         CheckpointError: It holds more than values, or is not whole.
         OSError: It cannot be read.
     """
-    return _values(what, path, lambda: torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path)))
+
+    def read() -> Any:
+        with path.open("rb") as file:
+            begins_as_zip = file.read(2) == b"PK"
+        is_zip = zipfile.is_zipfile(path)
+        if begins_as_zip and not is_zip:
+            raise ValueError("its end is missing")
+        return torch.load(path, "cpu", weights_only=True, mmap=is_zip)
+
+    return _values(what, path, read)
 
 
 def _values(what: str, path: Path, read: Callable[[], Any]) -> Any:
     try:
-        with torch.serialization.safe_globals(_of_numpy()):
+        with torch.serialization.safe_globals(_of_numpy()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of forms of pickles
             return read()
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -140,7 +151,7 @@ _KNOWN: Mapping[str, Mapping[str, Any]] = MappingProxyType({
 })  # fmt: skip
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):  # noqa: S301  (finds no names but those above)
     @override
     def find_class(self, module: str, name: str, /) -> Any:
         if name not in _KNOWN.get(module, {}):
