@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from weft.checkpoint.state.collect import is_extra
 from weft.errors import CheckpointError, listed
@@ -41,9 +42,10 @@ def import_dcp(
 
     What the state consists of is seen from it, at any depth: `{"model": ..., "optimizer": ...}`, `{"app": {"model":
     ..., "optim": ...}}`, or a module's `state_dict()` alone. What has `param_groups` is an optimizer, also with
-    `flatten_optimizer_state_dict`; what consists of tensors is a module; what has `scale` and `_growth_tracker` is the
-    scale of the loss; any other dict, such as that of a scheduler or a StatefulDataLoader, is an object. Each keeps
-    the last part of its name: give `weft.checkpointable` these names, which are in `objects` of the result.
+    `flatten_optimizer_state_dict`; what consists of tensors is a module, unless `like` has another object of that name;
+    what has `scale` and `_growth_tracker` is the scale of the loss; any other dict, such as that of a scheduler or a
+    StatefulDataLoader, is an object. Each keeps the last part of its name: give `weft.checkpointable` these names,
+    which are in `objects` of the result.
 
     Names of parameters are in the file if its state came from torch's `get_state_dict`. For an optimizer that was saved
     by its own `state_dict()`, `like` has to give them: the objects of the program by name, on meta is enough.
@@ -97,7 +99,7 @@ def import_dcp(
     }
     kept = {name: value for name, value in parts_by_name.items() if name not in skip}
     for name, value in kept.items():
-        if isinstance(value, dict) and not is_optimizer(value) and _is_module(value):
+        if _is_module(value) and isinstance(given.get(name, nn.Module()), nn.Module):
             found.weights[name] = plain_weights(what, name, value, given)
     for name, value in kept.items():
         if name in found.weights:
@@ -106,8 +108,9 @@ def import_dcp(
             step = int(value)
         elif not isinstance(value, dict):
             found.left.append(f"{name}: {'a tensor' if isinstance(value, torch.Tensor) else repr(value)[:60]}")
-        elif is_optimizer(value):
-            found.optimizers[name] = named_groups(what, name, _unflattened(value), found.weights, names_in(given, name))
+        elif _is_optimizer(value):
+            groups, names_here = _unflattened(value), names_in(given, name)
+            found.optimizers[name] = named_groups(what, place, name, groups, found.weights, names_here)
             if "param_groups" not in value:
                 found.left.append(f"{name}: which parameters were a group; those with the same options are one")
         elif value.keys() >= {"scale", "_growth_tracker"}:
@@ -118,22 +121,24 @@ def import_dcp(
     return write_imported(what, place.resolve().parent, out, step_of(what, step, found), found)
 
 
-def is_optimizer(value: Mapping[str, Any]) -> bool:
+def _is_optimizer(value: Mapping[str, Any]) -> bool:
     """Whether this is the state of an optimizer, nested or flat."""
     return any(str(name).partition(".")[0] == "param_groups" for name in value)
 
 
-def _is_module(value: Mapping[str, Any]) -> bool:
-    return bool(value) and all(isinstance(each, torch.Tensor) or is_extra(str(name)) for name, each in value.items())
+def _is_module(value: Any) -> bool:
+    if not isinstance(value, dict) or not value or _is_optimizer(value):
+        return False
+    return all(isinstance(each, torch.Tensor) or is_extra(str(name)) for name, each in value.items())
 
 
 def _parts(tree: dict[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
     """The objects in a state, by path: dicts around an optimizer or a module are no objects themselves."""
 
     def walk(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-        if isinstance(node, dict) and not is_optimizer(node) and not _is_module(node):
+        if isinstance(node, dict) and not _is_optimizer(node) and not _is_module(node):
             inner = [each for each in node.values() if isinstance(each, dict)]
-            if not path or any(is_optimizer(each) or _is_module(each) for each in inner):
+            if not path or any(_is_optimizer(each) or _is_module(each) for each in inner):
                 for name, each in node.items():
                     yield from walk(each, (*path, str(name)))
                 return

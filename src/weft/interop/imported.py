@@ -230,6 +230,7 @@ def plain(name: str, among: Iterable[str] = (), own: Collection[str] = ()) -> st
 
 def named_groups(
     what: str,
+    path: Path,
     key: str,
     saved: Mapping[str, Any],
     weights: Mapping[str, Mapping[str, Any]],
@@ -239,20 +240,25 @@ def named_groups(
 
     Args:
         what: The caller's name.
+        path: Where it was read.
         key: Name of the optimizer.
         saved: Its `state_dict`, by numbers or by names of parameters.
         weights: Tensors of each module.
         like: Names of the parameters in the program, group by group, if it has said them: `<object>/<name>`.
 
     Raises:
-        CheckpointError: The names are not known, or are not those of the weights, or state is of another shape.
+        CheckpointError: It is no state of an optimizer; names are not known, or not those of the weights; or state is
+            of another shape.
     """
-    groups: list[dict[str, Any]] = [dict(group) for group in saved["param_groups"]]
-    numbers = [list(group.pop("params")) for group in groups]
-    keys = [group.pop("param_names", params) for group, params in zip(groups, numbers, strict=True)]
-    names = _saved_names(keys, weights)
-    state = saved.get("state", {})  # DCP makes text of numbers
-    states = [[dict(state.get(n) or state.get(str(n)) or {}) for n in params] for params in numbers]
+    try:
+        groups: list[dict[str, Any]] = [dict(group) for group in saved["param_groups"]]
+        numbers = [list(group.pop("params")) for group in groups]
+        said = [list(group.pop("param_names", params)) for group, params in zip(groups, numbers, strict=True)]
+        state = saved.get("state", {})  # DCP makes text of numbers
+        states = [[dict(state.get(n) or state.get(str(n)) or {}) for n in params] for params in numbers]
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(what, path, error) from error
+    names = _saved_names(numbers, weights) or _saved_names(said, weights)  # FSDP1 says those of its flat parameters
     if names is None:
         names = [list(one) for one in like or ()]
     if [len(one) for one in names] != [len(one) for one in numbers]:
@@ -273,7 +279,7 @@ def named_groups(
         f"{name}: {kind} of shape {tuple(value.shape)}, not {tuple(shapes[name])}"
         for name, each in by_name.items()
         for kind, value in each.items()
-        if kind in _LIKE_PARAMETERS and name in shapes and value is not None and value.shape != shapes[name]
+        if kind in _LIKE_PARAMETERS and isinstance(value, torch.Tensor) and value.shape != shapes.get(name, value.shape)
     ]
     if wrong:
         raise CheckpointError(

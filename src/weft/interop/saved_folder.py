@@ -94,10 +94,11 @@ class _SavedFolder:
             raise self._missing("model.safetensors, pytorch_model.bin, or the same of FSDP")
         for number in range(len(found.weights) + 1):
             name = _numbered("optimizer", number)
-            saved = None if name in self._skip else self._optimizer(number)
-            if saved is not None:
+            path = None if name in self._skip else self._optimizer(number)
+            if path is not None:
+                saved = self._sharded(path, "optimizer") if path.is_dir() else self._mapping(path)
                 names = names_in(self._like, name) or self._names(number, grouping)
-                found.optimizers[name] = named_groups(self._what, name, saved, found.weights, names)
+                found.optimizers[name] = named_groups(self._what, path, name, saved, found.weights, names)
         if not found.optimizers and "optimizer" not in self._skip:
             raise self._missing("optimizer.bin or optimizer.pt, or the folder optimizer_0")
 
@@ -150,34 +151,33 @@ class _SavedFolder:
         index = self._folder / f"pytorch_model{suffix}.bin.index.json"
         if index.exists():
             self.read.append(index)
-            parts = [self._load(self._folder / name) for name in _names_in_index(self._what, index)]
+            parts = [self._mapping(self._folder / name) for name in _names_in_index(self._what, index)]
             return dict(itertools.chain.from_iterable(part.items() for part in parts))
         for name in ("pytorch_model", "pytorch_model_fsdp"):
             path = self._folder / f"{name}{suffix}.bin"
             if path.exists():
-                return dict(self._load(path))
+                return dict(self._mapping(path))
         sharded = self._folder / f"pytorch_model_fsdp_{number}"
         return dict(self._sharded(sharded, "model")) if sharded.exists() else None
 
-    def _optimizer(self, number: int) -> Mapping[str, Any] | None:
-        """The `state_dict` of an optimizer; None if there is none of this number."""
-        sharded = self._folder / f"optimizer_{number}"
+    def _optimizer(self, number: int) -> Path | None:
+        """The file or folder of an optimizer; None if there is none of this number."""
         files = (self._folder / f"{_numbered('optimizer', number)}{end}" for end in (".bin", ".pt"))
-        path = next((path for path in files if path.exists()), sharded)
-        if not path.exists():
-            return None
-        saved = self._sharded(path, "optimizer") if path == sharded else self._load(path)
-        if not isinstance(saved, Mapping) or "param_groups" not in saved:
-            raise damaged(self._what, path, ValueError("no state of an optimizer"))
-        return saved
+        paths = (path for path in (*files, self._folder / f"optimizer_{number}") if path.exists())
+        return next(paths, None)
 
     def _sharded(self, folder: Path, key: str) -> Mapping[str, Any]:
         self.read.append(folder)
         tree = read_dcp(self._what, folder, self.found.deferred)
-        part = tree.get(key, tree)
-        if not isinstance(part, dict):
-            raise damaged(self._what, folder / METADATA, ValueError(f"no {key} in it"))
-        return part
+        return self._checked(folder / METADATA, tree.get(key, tree))
+
+    def _mapping(self, path: Path) -> Mapping[str, Any]:
+        return self._checked(path, self._load(path))
+
+    def _checked(self, path: Path, value: Any) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise damaged(self._what, path, ValueError(f"{type(value).__name__} in place of values by name"))
+        return value
 
     def _load(self, path: Path) -> Any:
         self.read.append(path)
