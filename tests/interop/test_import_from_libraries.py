@@ -142,12 +142,11 @@ def test_a_run_of_accelerate_continues(kind, form, tmp_path):
     done = weft.interop.import_accelerate(tmp_path / "theirs" / "3", tmp_path / "run", like=like)
     assert (done.step, done.world_size, done.objects) == (3, 2, ("model", "optimizer", "scheduler"))
     expected = theirs[0][0]
-    for ranks in (1, 2):
-        for strategy in ("replicate", "fully_shard"):
-            found = run_ranks(_continued, ranks, kind, str(tmp_path / "run"), strategy, 2)
-            assert found[0][0].keys() == expected.keys()
-            assert largest_difference(list(found[0][0].values()), list(expected.values())) <= 1e-10, (ranks, strategy)
-            assert ranks == 1 or [each[1] for each in found] == [each[1] for each in theirs]
+    for ranks, strategy in ((1, "replicate"), (2, "replicate"), (2, "fully_shard")):
+        found = run_ranks(_continued, ranks, kind, str(tmp_path / "run"), strategy, 2)
+        assert found[0][0].keys() == expected.keys()
+        assert largest_difference(list(found[0][0].values()), list(expected.values())) <= 1e-10, (ranks, strategy)
+        assert ranks == 1 or [each[1] for each in found] == [each[1] for each in theirs]
 
 
 def _trained_by_trainer(ctx, folder):
@@ -209,7 +208,6 @@ def test_a_run_of_the_trainer_continues(tmp_path):
     done = weft.interop.import_trainer(folder, tmp_path / "run", like={"model": _like("gpt2")["model"]})
     assert (done.step, done.world_size, done.objects) == (3, 1, ("model", "optimizer", "scheduler"))
     assert any("training_args.bin" in each for each in done.left)
-    for ranks in (1, 2):
-        for strategy in ("replicate", "fully_shard"):
-            found = run_ranks(_continued_after_trainer, ranks, str(tmp_path / "run"), strategy)
-            assert largest_difference(list(found[0].values()), list(expected.values())) <= 1e-10, (ranks, strategy)
+    for ranks, strategy in ((1, "fully_shard"), (2, "replicate"), (2, "fully_shard")):
+        found = run_ranks(_continued_after_trainer, ranks, str(tmp_path / "run"), strategy)
+        assert largest_difference(list(found[0].values()), list(expected.values())) <= 1e-10, (ranks, strategy)

@@ -16,7 +16,7 @@ from weft.checkpoint.format.plain_files import parse_json, read_plain
 from weft.checkpoint.format.transfer import read_in_parts
 from weft.errors import CheckpointError, listed
 from weft.interop.imported import Found, loss_scale, named_groups, names_in, plain_weights, random_states
-from weft.interop.torch_files import METADATA, damaged, load, read_dcp
+from weft.interop.torch_files import METADATA, damaged, expect, load, read_dcp
 from weft.tensors.blocks import whole
 from weft.weights.sources import INDEX, MAX_INDEX_BYTES, WeightFiles, from_path
 from weft.weights.stored_names import as_named_now
@@ -232,8 +232,7 @@ def _parts(source: WeightFiles, name: str) -> Iterator[torch.Tensor]:
 def _names_in_index(what: str, path: Path) -> list[str]:
     try:
         names = list(dict.fromkeys(parse_json(read_plain(path, most=MAX_INDEX_BYTES))["weight_map"].values()))
-        if any(Path(name).name != name for name in names):
-            raise ValueError("names that lead out of the folder")
+        expect(all(Path(name).name == name for name in names), "names that lead out of the folder")
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise damaged(what, path, error) from error
     return names

@@ -67,8 +67,7 @@ def load(what: str, path: Path) -> Any:
         with path.open("rb") as file:
             begins_as_zip = file.read(2) == b"PK"
         is_zip = zipfile.is_zipfile(path)
-        if begins_as_zip and not is_zip:
-            raise ValueError("its end is missing")
+        expect(is_zip or not begins_as_zip, "its end is missing")
         return torch.load(path, "cpu", weights_only=True, mmap=is_zip)
 
     return _values(what, path, read)
@@ -112,6 +111,16 @@ def damaged(what: str, path: Path, error: Exception) -> CheckpointError:
         expected="a whole file, as it was saved",
         fix="copy the folder anew, or import an older checkpoint of the run",
     )
+
+
+def expect(holds: bool, otherwise: str) -> None:
+    """Raise if something does not hold.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if not holds:
+        raise ValueError(otherwise)
 
 
 def _of_numpy() -> list[Any]:
@@ -209,8 +218,7 @@ class _Place(NamedTuple):
         def read() -> Any:
             handle, there = open_plain(self.path)
             try:
-                if self.start + self.size > there:
-                    raise ValueError(f"{there} bytes of {self.start + self.size}")
+                expect(self.start + self.size <= there, f"{there} bytes of {self.start + self.size}")
                 part: Any = _Slice(handle, self.start, self.size)
                 return torch.load(part, device, weights_only=True)
             finally:
@@ -242,8 +250,8 @@ def read_dcp(what: str, folder: Path, deferred: DeferredTensors) -> dict[Any, An
         places: dict[tuple[str, Any], _Place] = {}
         for key, info in found.storage_data.items():
             name = str(info.relative_path)
-            if Path(name).name != name or getattr(info, "transform_descriptors", None):
-                raise ValueError(f"{name:.100} outside of the folder, or compressed")
+            is_plain = Path(name).name == name and not getattr(info, "transform_descriptors", None)
+            expect(is_plain, f"{name:.100} outside of the folder, or compressed")
             places[key.fqn, getattr(key, "offset", None)] = _Place(folder / name, int(info.offset), int(info.length))
         values: dict[str, Any] = {}
         for name, entry in found.state_dict_metadata.items():
@@ -270,12 +278,12 @@ def _tensor(
     """A tensor in chunks, which is put together when it is read."""
     sides = [side for block, _ in chunks for side in zip(*block, shape, strict=True)]
     is_outside = any(at < 0 or size < 0 or at + size > whole for at, size, whole in sides)
-    if is_outside or sum(block.size for block, _ in chunks) != math.prod(shape):
-        raise ValueError(f"{name}: chunks that are not the tensor of shape {shape}")
+    is_whole = not is_outside and sum(block.size for block, _ in chunks) == math.prod(shape)
+    expect(is_whole, f"{name}: chunks that are not the tensor of shape {shape}")
     for block, place in chunks:
         there = place.load(what, "meta")
-        if not isinstance(there, torch.Tensor) or (there.dtype, tuple(there.shape)) != (dtype, tuple(block.shape)):
-            raise ValueError(f"{name}: no tensor of {dtype} and shape {tuple(block.shape)} in {place.path.name}")
+        fits = isinstance(there, torch.Tensor) and (there.dtype, tuple(there.shape)) == (dtype, tuple(block.shape))
+        expect(fits, f"{name}: no tensor of {dtype} and shape {tuple(block.shape)} in {place.path.name}")
 
     def read() -> Iterable[torch.Tensor]:
         whole = chunks[0][1].load(what) if len(chunks) == 1 else torch.empty(shape, dtype=dtype)
