@@ -59,8 +59,8 @@ class Outline:
         values: Plain values by object.
         blocks: Which block of which tensor this rank writes.
         of_rank: Plain values of this rank alone.
-        others: Those of ranks that take no part, whose checkpoint is imported.
         replicas: Numbers that tell whether ranks that hold the same tensors hold the same values.
+        others: Plain values of ranks that take no part, as their checkpoint is imported.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -69,8 +69,8 @@ class Outline:
     values: Mapping[str, Any]
     blocks: Mapping[str, Block]
     of_rank: Mapping[str, Any]
-    others: Sequence[Mapping[str, Any]]
     replicas: Replicas
+    others: Sequence[Mapping[str, Any]] = ()
 
 
 def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, torch.Tensor]]:
@@ -104,12 +104,7 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
 
 
 def outline_of(
-    content: Content,
-    written: Iterable[Held],
-    of_rank: Mapping[str, Any],
-    replicas: Replicas | None = None,
-    *,
-    others: Sequence[Mapping[str, Any]] = (),
+    content: Content, written: Iterable[Held], of_rank: Mapping[str, Any], replicas: Replicas | None = None
 ) -> Outline:
     """What a rank brings that has a content and writes some of its tensors."""
     return Outline(
@@ -119,7 +114,6 @@ def outline_of(
         values=content.values,
         blocks={held.name: held.block for held in written},
         of_rank=of_rank,
-        others=others,
         replicas=replicas or {},
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.interop.imported import Imported, step_of, write_imported
+from weft.interop.imported import Imported, write_imported
 from weft.interop.saved_folder import Layout, of_rank, read_saved
 
 
@@ -58,7 +58,7 @@ def import_accelerate(
     Raises:
         CheckpointError: A file is missing, not whole, or holds more than values; it does not fit `like`, or `like` is
             needed; or `out` has this step, a newer one, or checkpoints of another run.
-        ValueError: The optimizer in `like` holds parameters of no module in it.
+        TypeError: An object holds something else than tensors and plain values; the text names it.
         OSError: A file cannot be read, or the disk is full.
 
     Example:
@@ -67,13 +67,12 @@ def import_accelerate(
         Traceback (most recent call last):
           ...
         weft.errors.CheckpointError: import_accelerate: nowhere is no whole checkpoint
-          found:    no folder, or an empty one; beside it: ...
+          found:    no folder, or an empty one
           expected: model.safetensors, pytorch_model.bin, or the same of FSDP
           fix:      weft.interop.import_accelerate(folder, out)  # folder as it was saved, whole; ...
     """
     place = Path(folder)
     found = read_saved("import_accelerate", place, dict(like or {}), skip, _LAYOUT)
-    step = step_of("import_accelerate", step, found)
     return write_imported("import_accelerate", place.resolve().parent, out, step, found)
 
 

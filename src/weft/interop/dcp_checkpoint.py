@@ -18,7 +18,6 @@ from weft.interop.imported import (
     named_groups,
     names_in,
     plain_weights,
-    step_of,
     write_imported,
 )
 from weft.interop.torch_files import METADATA, read_dcp
@@ -43,7 +42,7 @@ def import_dcp(
     What the state consists of is seen from it, at any depth: `{"model": ..., "optimizer": ...}`, `{"app": {"model":
     ..., "optim": ...}}`, or a module's `state_dict()` alone. What has `param_groups` is an optimizer, also with
     `flatten_optimizer_state_dict`; what consists of tensors is a module, unless `like` has another object of that name;
-    what has `scale` and `_growth_tracker` is the scale of the loss; any other dict, such as that of a scheduler or a
+    what a GradScaler saved is the scale of the loss; any other dict, such as that of a scheduler or a
     StatefulDataLoader, is an object. Each keeps the last part of its name: give `weft.checkpointable` these names,
     which are in `objects` of the result.
 
@@ -70,14 +69,16 @@ def import_dcp(
     Raises:
         CheckpointError: A file is missing, not whole, or holds more than values; it does not fit `like`, or `like` is
             needed; or `out` has this step, a newer one, or checkpoints of another run.
-        ValueError: The optimizer in `like` holds parameters of no module in it.
+        TypeError: An object holds something else than tensors and plain values; the text names it.
         OSError: A file cannot be read, or the disk is full.
 
     Example:
-        >>> import tempfile, torch, weft
+        >>> import tempfile, torch, warnings, weft
         >>> import torch.distributed.checkpoint as dcp
         >>> model, folder = torch.nn.Linear(2, 2), tempfile.TemporaryDirectory()
-        >>> _ = dcp.save({"model": model.state_dict()}, checkpoint_id=folder.name + "/theirs", no_dist=True)
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")  # that there is one process
+        ...     _ = dcp.save({"model": model.state_dict()}, checkpoint_id=folder.name + "/theirs", no_dist=True)
         >>> found = weft.interop.import_dcp(folder.name + "/theirs", folder.name + "/run", step=7)
         >>> found.path.name, found.objects
         ('step-00000007', ('model',))
@@ -113,12 +114,20 @@ def import_dcp(
             found.optimizers[name] = named_groups(what, place, name, groups, found.weights, names_here)
             if "param_groups" not in value:
                 found.left.append(f"{name}: which parameters were a group; those with the same options are one")
-        elif value.keys() >= {"scale", "_growth_tracker"}:
+        elif {"scale", "growth_tracker"} <= {str(key).strip("_") for key in value}:
             loss_scale(what, place / METADATA, value, found)
         else:
-            found.values[name] = value
+            found.values[name] = _with_numbers(value)
     found.left.append("random states: new ones are drawn from seed and step")
-    return write_imported(what, place.resolve().parent, out, step_of(what, step, found), found)
+    return write_imported(what, place.resolve().parent, out, step, found)
+
+
+def _with_numbers(value: Any) -> Any:
+    """Values of an object, with whole numbers for keys that DCP has made text of, as milestones of a schedule."""
+    if not isinstance(value, dict):
+        return value
+    are_numbers = all(isinstance(key, str) and key.isdecimal() for key in value)
+    return {int(key) if are_numbers else key: _with_numbers(each) for key, each in value.items()}
 
 
 def _is_optimizer(value: Mapping[str, Any]) -> bool:
@@ -159,12 +168,7 @@ def _unflattened(saved: Mapping[str, Any]) -> Mapping[str, Any]:
         kind, _, rest = path.partition(".")
         name, _, key = rest.rpartition(".")
         found[kind].setdefault(name, {})[key] = value
-    groups: list[dict[str, Any]] = []
+    groups: dict[str, dict[str, Any]] = {}
     for name, options in found["param_groups"].items():
-        alike = (group for group in groups if {k: v for k, v in group.items() if k != "params"} == options)
-        group = next(alike, None)
-        if group is None:
-            groups.append({**options, "params": [name]})
-        else:
-            group["params"].append(name)
-    return {"state": found["state"], "param_groups": groups}
+        groups.setdefault(repr(sorted(options.items())), {**options, "params": []})["params"].append(name)
+    return {"state": found["state"], "param_groups": list(groups.values())}

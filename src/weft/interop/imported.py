@@ -6,10 +6,10 @@ import hashlib
 import itertools
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -19,12 +19,12 @@ from weft.checkpoint.format.manifest import FileEntry
 from weft.checkpoint.format.safetensors_write import file_header, write_parts
 from weft.checkpoint.format.tensor_blocks import hold_savable
 from weft.checkpoint.history import history_of
-from weft.checkpoint.state.collect import Content, is_extra
+from weft.checkpoint.state.collect import Content, is_extra, plain_name
 from weft.checkpoint.state.json_values import encode
 from weft.checkpoint.storage.find import path_or_url
 from weft.context import local
-from weft.errors import CheckpointError, listed, value_error
-from weft.interop.torch_files import DeferredTensors, damaged
+from weft.errors import CheckpointError, listed
+from weft.interop.torch_files import DeferredTensors, values_alone
 from weft.tensors.blocks import memory_of
 from weft.tensors.rng_state import numpy_json, numpy_state, python_json, python_state, to_hex, torch_state
 
@@ -32,9 +32,8 @@ from weft.tensors.rng_state import numpy_json, numpy_state, python_json, python_
 _LIKE_PARAMETERS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "sum")
 )
-# Names that wrappers of torch put between those of modules.
-_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 _SCALER = MappingProxyType({"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000})  # as in weft
+Weights: TypeAlias = Mapping[str, Mapping[str, Any]]  # tensors of each module by name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,25 +93,25 @@ class Found:
 # -- one checkpoint --------------------------------------------------------------------------------------
 
 
-def write_imported(what: str, source: Path, directory: str | Path, step: int, found: Found) -> Imported:
+def write_imported(what: str, source: Path, directory: str | Path, step: int | None, found: Found) -> Imported:
     """Write a checkpoint, tensor by tensor.
 
     Args:
         what: The caller's name.
         source: What is imported from one such folder is one run.
         directory: Of checkpoints.
-        step: Of the checkpoint.
+        step: Of the checkpoint; None: how often the optimizer has stepped.
         found: What it holds.
 
     Raises:
-        CheckpointError: `directory` has this step, a newer one, or checkpoints of another run.
+        CheckpointError: The step is not known; or `directory` has it, a newer one, or checkpoints of another run.
         TypeError: Something is of a kind that no checkpoint holds; the text names it.
     """
-    content = _content(found)
+    content, step = _content(found), _step(what, step, found)
     written = [held for held in content.tensors.values() if held.block.size]
     tensors = {held.name: held.tensor for held in written}
     first, *others = [{"rng": rank} for rank in found.ranks or [None]]
-    brought = outline_of(content, written, first, others=others)
+    brought = replace(outline_of(content, written, first), others=others)
     ctx = local()
     run = hashlib.sha256(os.path.realpath(source).encode(errors="surrogateescape")).hexdigest()[:16]
     history_of(ctx, path_or_url(directory)).belongs_to(run)
@@ -126,13 +125,8 @@ def write_imported(what: str, source: Path, directory: str | Path, step: int, fo
 
     with saving.ending:
         complete(what, saving, step, brought, write, ctx, keep=Keep())
-    return Imported(
-        path=saving.path,
-        step=step,
-        world_size=1 + len(others),
-        objects=tuple(content.values),
-        left=tuple(found.left),
-    )
+    objects, left = tuple(content.values), tuple(found.left)
+    return Imported(path=saving.path, step=step, world_size=1 + len(others), objects=objects, left=left)
 
 
 def _content(found: Found) -> Content:
@@ -154,13 +148,9 @@ def _content(found: Found) -> Content:
             else:
                 content.same_as[f"{key}/{name}"] = f"{key}/{origin}"
     for key, groups in found.optimizers.items():
+        states = {name: state for group in groups for name, state in group.state.items() if state}
         content.values[key] = {
-            "state": {
-                name: encode(f"{key}/state/{name}", state, tensors)
-                for group in groups
-                for name, state in group.state.items()
-                if state
-            },
+            "state": {name: encode(f"{key}/state/{name}", state, tensors) for name, state in states.items()},
             "groups": [
                 {"params": list(group.state), "options": encode(f"{key}/groups/{index}", group.options, tensors)}
                 for index, group in enumerate(groups)
@@ -183,32 +173,30 @@ def plain_weights(what: str, key: str, weights: Mapping[str, Any], like: Mapping
     model = like.get(key)
     own = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else {}
     found = {plain(name, weights, own): value for name, value in weights.items()}
-    tied: dict[int, list[str]] = {}
-    for name, tensor in own.items():
-        tied.setdefault(id(tensor), []).append(name)
-    for first, *others in tied.values():  # safetensors holds one of them, and not always the first
-        there = next((name for name in others if name in found), None)
-        if first not in found and there is not None:
-            found[first] = found.pop(there)
-    lost = [names[0] for names in tied.values() if names[0] not in found and not is_extra(names[0])]
-    wrong = {
-        "not in the files": lost if own else [],
-        "only in the files": [name for name in found if name not in own and not is_extra(name)] if own else [],
-        "shapes": [
-            f"{name} of {tuple(value.shape)}, not {tuple(own[name].shape)}"
-            for name, value in found.items()
-            if name in own and not is_extra(name) and value.shape != own[name].shape
-        ],
-        "no tensors": [n for n, value in found.items() if not isinstance(value, torch.Tensor) and not is_extra(n)],
-    }
-    if any(wrong.values()):
+    first: dict[int, str] = {}
+    for name, tensor in own.items():  # safetensors holds one of tied ones, and not always the first
+        origin = first.setdefault(id(tensor), name)
+        if origin not in found and name in found:
+            found[origin] = found.pop(name)
+    there = {name: _shape(value) for name, value in found.items() if not is_extra(name)}
+    here = {name: _shape(own[name]) for name in own if name in there or (name in first.values() and not is_extra(name))}
+    wrong = [
+        f"{name}: {there.get(name, 'not')} in the files, {here.get(name, 'not')} in the module"
+        for name in {**here, **there}
+        if there.get(name) is None or (own and there[name] != here.get(name))
+    ]
+    if wrong:
         raise CheckpointError(
             f"{what}: the files do not fit {key}",
-            found="; ".join(f"{kind}: {listed(names)}" for kind, names in wrong.items() if names),
+            found=listed(wrong),
             expected="the parameters and buffers of the module that was saved",
             fix=f'like={{"{key}": model}}  # built as it was saved; on meta is enough',
         )
     return found
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def plain(name: str, among: Iterable[str] = (), own: Collection[str] = ()) -> str:
@@ -224,17 +212,11 @@ def plain(name: str, among: Iterable[str] = (), own: Collection[str] = ()) -> st
         'fc.weight'
     """
     is_wrapped = all(one.startswith("module.") for one in among) and name not in own
-    parts = name.removeprefix("module.").split(".") if is_wrapped else name.split(".")
-    return ".".join(part for part in parts if part not in _WRAPPERS)
+    return plain_name(name.removeprefix("module.") if is_wrapped else name)
 
 
 def named_groups(
-    what: str,
-    path: Path,
-    key: str,
-    saved: Mapping[str, Any],
-    weights: Mapping[str, Mapping[str, Any]],
-    like: Sequence[Sequence[str]] | None,
+    what: str, path: Path, key: str, saved: Mapping[str, Any], weights: Weights, like: Sequence[Sequence[str]] | None
 ) -> list[Group]:
     """The groups of an optimizer, whose parameters have names instead of numbers.
 
@@ -250,14 +232,12 @@ def named_groups(
         CheckpointError: It is no state of an optimizer; names are not known, or not those of the weights; or state is
             of another shape.
     """
-    try:
+    with values_alone(what, path):
         groups: list[dict[str, Any]] = [dict(group) for group in saved["param_groups"]]
         numbers = [list(group.pop("params")) for group in groups]
         said = [list(group.pop("param_names", params)) for group, params in zip(groups, numbers, strict=True)]
         state = saved.get("state", {})  # DCP makes text of numbers
         states = [[dict(state.get(n) or state.get(str(n)) or {}) for n in params] for params in numbers]
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise damaged(what, path, error) from error
     names = _saved_names(numbers, weights) or _saved_names(said, weights)  # FSDP1 says those of its flat parameters
     if names is None:
         names = [list(one) for one in like or ()]
@@ -268,18 +248,13 @@ def named_groups(
             expected="names in the files, or the model and the optimizer of the program that saved; on meta is enough",
             fix=f'like={{"model": model, "{key}": optimizer}}  # with torch.device("meta"): model = build()',
         )
-    shapes = {
-        f"{module}/{name}": value.shape
-        for module, each in weights.items()
-        for name, value in each.items()
-        if isinstance(value, torch.Tensor)
-    }
     by_name = dict(zip(itertools.chain(*names), itertools.chain(*states), strict=True))
+    shapes = {f"{module}/{name}": _shape(value) for module, each in weights.items() for name, value in each.items()}
     wrong = [f"{name}: not among the weights" for name in by_name if name not in shapes] + [
-        f"{name}: {kind} of shape {tuple(value.shape)}, not {tuple(shapes[name])}"
+        f"{name}: {kind} of shape {_shape(value)}, not {shapes[name]}"
         for name, each in by_name.items()
         for kind, value in each.items()
-        if kind in _LIKE_PARAMETERS and isinstance(value, torch.Tensor) and value.shape != shapes.get(name, value.shape)
+        if kind in _LIKE_PARAMETERS and _shape(value) not in (None, shapes.get(name, _shape(value)))
     ]
     if wrong:
         raise CheckpointError(
@@ -293,7 +268,7 @@ def named_groups(
     return [Group(options, {name: by_name[name] for name in one}) for options, one in zip(groups, names, strict=True)]
 
 
-def _saved_names(saved: Sequence[Sequence[Any]], weights: Mapping[str, Mapping[str, Any]]) -> list[list[str]] | None:
+def _saved_names(saved: Sequence[Sequence[Any]], weights: Weights) -> list[list[str]] | None:
     """The parameters of groups as `<object>/<name>`; None if they have numbers."""
     flat = list(itertools.chain(*saved))
     if not all(isinstance(name, str) for name in flat):
@@ -304,27 +279,16 @@ def _saved_names(saved: Sequence[Sequence[Any]], weights: Mapping[str, Mapping[s
 
 
 def names_in(like: Mapping[str, Any], key: str) -> list[list[str]] | None:
-    """The parameters of an optimizer of the program, group by group, as `<object>/<name>`; None without it.
-
-    Raises:
-        ValueError: One of them belongs to no module of the program.
-    """
+    """The parameters of an optimizer of the program, group by group, as `<object>/<name>`; None without it."""
     optimizer = like.get(key)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return None
     modules = [(name, one) for name, one in like.items() if isinstance(one, nn.Module)]
     names = {id(p): f"{module}/{plain(name)}" for module, one in modules for name, p in one.named_parameters()}
-    if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
-        raise value_error(
-            f"like: {key} holds parameters of no module in it",
-            found=listed(name for name, _ in modules) or "no modules",
-            expected="the optimizer, and the modules whose parameters it holds",
-            fix=f'like={{"model": model, "{key}": optimizer}}',
-        )
-    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    return [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
 
 
-def step_of(what: str, given: int | None, found: Found) -> int:
+def _step(what: str, given: int | None, found: Found) -> int:
     """The step of a checkpoint: the one that was given, or how often the optimizer has stepped.
 
     Raises:
@@ -359,14 +323,12 @@ def random_states(what: str, path: Path, python: Any, numpy: Any, cpu: Any, devi
     Raises:
         CheckpointError: They are something else.
     """
-    try:
+    with values_alone(what, path):
         found: dict[str, Any] = {"python": python_json(*python), "numpy": numpy_json(*numpy), "torch": to_hex(cpu)}
         found |= {kind: to_hex(state) for kind, state in devices.items()}
         python_state(*found["python"])
         numpy_state(*found["numpy"])
         torch.Generator().set_state(torch_state(found["torch"]))
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
-        raise damaged(what, path, error) from error
     return found
 
 
@@ -378,10 +340,8 @@ def loss_scale(what: str, path: Path, saved: Any, found: Found) -> None:
     """
     if not saved:  # it was off
         return
-    try:
-        found.scale = {"scale": float(saved["scale"]), "good_steps": int(saved["_growth_tracker"])}
-        other = {k: saved[k] for k, usual in _SCALER.items() if saved[k] != usual}
-    except (LookupError, TypeError, ValueError) as error:
-        raise damaged(what, path, error) from error
-    if other:
-        found.left.append(f"options of the loss scale, a line of the program (weft.Precision): {other}")
+    with values_alone(what, path):
+        state = {name.strip("_"): value for name, value in saved.items()}
+        found.scale = {"scale": float(state["scale"]), "good_steps": int(state["growth_tracker"])}
+        other = {k: state[k] for k, usual in _SCALER.items() if state[k] != usual}
+        found.left += [f"options of the loss scale, a line of the program (weft.Precision): {other}"] if other else []

@@ -13,7 +13,7 @@ from torch import nn
 from weft.checkpoint.format.plain_files import parse_json, read_plain
 from weft.interop.imported import Imported, write_imported
 from weft.interop.saved_folder import Layout, of_rank, read_saved
-from weft.interop.torch_files import damaged
+from weft.interop.torch_files import values_alone
 
 _MAX_BYTES = 2**28  # of trainer_state.json, which holds the log
 
@@ -57,7 +57,7 @@ def import_trainer(
     Raises:
         CheckpointError: A file is missing, not whole, or holds more than values; it does not fit `like`, or `like` is
             needed; or `out` has this step, a newer one, or checkpoints of another run.
-        ValueError: The optimizer in `like` holds parameters of no module in it.
+        TypeError: An object holds something else than tensors and plain values; the text names it.
         OSError: A file cannot be read, or the disk is full.
 
     Example:
@@ -66,16 +66,15 @@ def import_trainer(
         Traceback (most recent call last):
           ...
         weft.errors.CheckpointError: import_trainer: run/checkpoint-500 is no whole checkpoint
-          found:    no folder, or an empty one; beside it: ...
+          found:    no folder, or an empty one
+          ...
     """
     what, place = "import_trainer", Path(folder)
     found = read_saved(what, place, dict(like or {}), skip, Layout(_decayed_and_others, "rng_state*.pth", _states))
     path = place / "trainer_state.json"
     if step is None:
-        try:
+        with values_alone(what, path):
             step = int(parse_json(read_plain(path, most=_MAX_BYTES))["global_step"])
-        except (OSError, LookupError, TypeError, ValueError) as error:
-            raise damaged(what, path, error) from error
     return write_imported(what, place.resolve().parent, out, step, found)
 
 
