@@ -37,14 +37,14 @@ def import_dcp(
 
     From any number of ranks, under any strategy of torch. Nothing in the files is executed: their pickles are read as
     plain values, and a file with anything else in it is refused. Tensors are put together one by one when they are
-    written: the largest of them is in memory.
+    written: memory is a few times the largest of them.
 
-    What the state consists of is seen from it, at any depth: `{"model": ..., "optimizer": ...}`, `{"app": {"model":
-    ..., "optim": ...}}`, or a module's `state_dict()` alone. What has `param_groups` is an optimizer, also with
-    `flatten_optimizer_state_dict`; what consists of tensors is a module, unless `like` has another object of that name;
-    what a GradScaler saved is the scale of the loss; any other dict, such as that of a scheduler or a
-    StatefulDataLoader, is an object. Each keeps the last part of its name: give `weft.checkpointable` these names,
-    which are in `objects` of the result.
+    What the state consists of is seen from it, at any depth: a module and an optimizer, such as
+    `{"model": ..., "optimizer": ...}`, the same within `{"app": ...}`, or a module's `state_dict()` alone. What has
+    `param_groups` is an optimizer, also with `flatten_optimizer_state_dict`; what consists of tensors is a module,
+    unless `like` has another object of that name; what a GradScaler saved is the scale of the loss; any other dict,
+    such as that of a scheduler or a StatefulDataLoader, is an object. Each keeps the last part of its name: give
+    `weft.checkpointable` these names, which are in `objects` of the result.
 
     Names of parameters are in the file if its state came from torch's `get_state_dict`. For an optimizer that was saved
     by its own `state_dict()`, `like` has to give them: the objects of the program by name, on meta is enough.
