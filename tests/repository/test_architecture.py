@@ -358,6 +358,7 @@ GROUPS = {"weft/context/start.py", "weft/testing/rank_worker.py"}  # the second 
 PICKLES = {
     "weft/testing/laws.py", "weft/testing/ranks.py", "weft/testing/rank_worker.py",
     "weft/launching/launch_function.py", "weft/launching/callee.py",  # a function to its ranks, its results back
+    "weft/interop/torch_files.py",  # by torch's loader of values alone, and an unpickler that knows no class
 }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ MODULES = {
     "grads": "NamedGrads add_noise centralize clip_norm clip_value grad_samples skip_nonfinite",
     "metrics": "SampleIds denominator gather_metrics weighted_mean",
     "rng": "Seeded Seeds keyed_uniform set_seed sync_rng worker_seeds",
-    "interop": "import_deepspeed",
+    "interop": "Imported import_accelerate import_dcp import_deepspeed import_trainer",
     "weights": "LoadedWeights PlacedUnit PlacementPlan export find_tied load_weights module_sizes on_meta "
     "plan_placement tie",
 }
@@ -182,7 +182,10 @@ def test_a_function_takes_its_object_then_ctx_and_the_rest_by_name(name):
     if "ctx" not in names:
         by_two = (
             "export",
+            "import_accelerate",
+            "import_dcp",
             "import_deepspeed",
+            "import_trainer",
             "launch_function",
             "offered",
             "padding_share",
@@ -520,6 +523,7 @@ def test_every_error_of_the_package_has_the_three_lines():
         "sampler_state.py",
         "json_values.py",
         "containers.py",
+        "torch_files.py",
     }
     assert plain <= allowed, plain - allowed
 

@@ -60,6 +60,7 @@ class Outline:
         blocks: Which block of which tensor this rank writes.
         of_rank: Plain values of this rank alone.
         replicas: Numbers that tell whether ranks that hold the same tensors hold the same values.
+        others: Plain values of ranks that take no part, as their checkpoint is imported.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -69,6 +70,7 @@ class Outline:
     blocks: Mapping[str, Block]
     of_rank: Mapping[str, Any]
     replicas: Replicas
+    others: Sequence[Mapping[str, Any]] = ()
 
 
 def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, torch.Tensor]]:
@@ -416,12 +418,13 @@ def _manifest(
     tensors = {name: replace(entry, pieces=tuple(pieces[name])) for name, entry in brought.tensors.items()}
     for name, origin in brought.same_as.items():
         tensors[name] = replace(brought.tensors[origin], same_as=origin)
+    ranks = [*(part["rank"] for part in parts), *brought.others]
     manifest = Manifest(
         step=step,
-        world_size=len(parts),
+        world_size=len(ranks),
         tensors=tensors,
         values=dict(brought.values),
-        ranks=[part["rank"] for part in parts],
+        ranks=ranks,
         files={part["file"]: FileEntry(**part["entry"]) for part in parts},
         run=run,
         score=float(score) if score is not None and math.isfinite(score) else None,

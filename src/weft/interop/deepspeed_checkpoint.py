@@ -8,26 +8,16 @@ into equal slices, one per rank, and the last one is padded.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from weft.checkpoint.draft import Keep, Outline, complete, outline_of, start_saving
-from weft.checkpoint.format.safetensors_write import write_tensors
-from weft.checkpoint.history import history_of
-from weft.checkpoint.state.collect import Content
-from weft.checkpoint.state.json_values import encode
-from weft.checkpoint.storage.find import path_or_url
-from weft.context import local
 from weft.engines import guest
 from weft.errors import CheckpointError
-from weft.tensors.blocks import hold
+from weft.interop.imported import Found, Group, write_imported
 
 
 def import_deepspeed(
@@ -36,7 +26,7 @@ def import_deepspeed(
     """Turn a checkpoint that DeepSpeed itself saved into one of weft, once.
 
     **It trusts its input**: DeepSpeed's files are pickles, and who wrote them can run any code here.
-    Nothing else in weft reads a pickle. DeepSpeed has to be installed; the pieces of all ranks and
+    Nothing else in weft does that. DeepSpeed has to be installed; the pieces of all ranks and
     stages are merged in the memory of this one process, the weights to float32.
 
     The result has the objects `model` and `optimizer`: `weft.restore(state, directory, ctx, strict=False)`
@@ -80,61 +70,11 @@ def import_deepspeed(
         )
     guest("deepspeed").deepspeed()
     found = read_folder(folder, tag, optimizer=optimizer)
-    brought, tensors = _outline(found)
-    ctx = local()
-    source = hashlib.sha256(os.path.realpath(folder).encode(errors="surrogateescape")).hexdigest()
-    history_of(ctx, path_or_url(directory)).belongs_to(source[:16])  # what is imported from one folder is one run
-    saving = start_saving("import_deepspeed", path_or_url(directory), found.step, brought, ctx)
-    assert saving is not None  # this is not an elastic job
-    with saving.ending:
-        complete("import_deepspeed", saving, found.step, brought, partial(write_tensors, tensors), ctx, keep=Keep())
-    return saving.path
-
-
-def _outline(found: Folder) -> tuple[Outline, dict[str, torch.Tensor]]:
-    """What `weft.save` would have brought for a model and its optimizer."""
-    values: dict[str, Any] = {"model": {"extra": {}, "transforms": {}}}
-    content = Content(values=values)
-    first: dict[tuple[int, torch.Size], str] = {}
-    for name, tensor in found.weights.items():
-        origin = first.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
-        if origin == name:
-            content.tensors[f"model/{name}"] = hold(f"model/{name}", tensor.contiguous())
-        else:
-            content.same_as[f"model/{name}"] = f"model/{origin}"
-    if found.groups:
-        values["optimizer"] = {
-            "state": {
-                f"model/{name}": encode(f"optimizer/state/model/{name}", state, content.tensors)
-                for group in found.groups
-                for name, state in group.state.items()
-                if state
-            },
-            "groups": [
-                {
-                    "params": [f"model/{name}" for name in group.state],
-                    "options": encode(f"optimizer/groups/{index}", group.options, content.tensors),
-                }
-                for index, group in enumerate(found.groups)
-            ],
-        }
-    written = [held for held in content.tensors.values() if held.block.size]
-    return outline_of(content, written, {"rng": None}), {held.name: held.local for held in written}
+    held = Found(weights={"model": dict(found.weights)}, optimizers={"optimizer": found.groups} if found.groups else {})
+    return write_imported("import_deepspeed", folder, directory, found.step, held).path
 
 
 # -- what lies in the folder ---------------------------------------------------------------------------
-
-
-class Group(NamedTuple):
-    """A group of the optimizer.
-
-    Attributes:
-        options: Such as `lr`.
-        state: By parameter, in the order of the group.
-    """
-
-    options: dict[str, Any]
-    state: dict[str, dict[str, Any]]
 
 
 class Folder(NamedTuple):
@@ -217,7 +157,7 @@ def _groups(shapes: Sequence[Mapping[str, torch.Size]], ranks: Sequence[Mapping[
         for index in entry["params"]:
             held = [rank[key]["state"].get(index, {}) for rank in ranks]
             slices = pieces(index, shapes[index], ranks)
-            state |= {name: _merged(held, shapes[index][name], found) for name, found in slices}
+            state |= {f"model/{name}": _merged(held, shapes[index][name], found) for name, found in slices}
         groups.append(Group({option: value for option, value in entry.items() if option != "params"}, state))
     return groups
 

@@ -1,0 +1,202 @@
+"""What Accelerate and the Trainer of transformers write alike: weights, optimizers and schedulers in one folder."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from weft.checkpoint.format.transfer import Stored, read_in_parts
+from weft.errors import CheckpointError, listed
+from weft.interop.imported import Found, loss_scale, named_groups, names_in, plain_weights, random_states
+from weft.interop.torch_files import expect, load, read_dcp, values_alone
+from weft.tensors.blocks import whole
+from weft.weights.sources import INDEX, WeightFiles, from_path
+from weft.weights.stored_names import as_named_now
+
+Grouping: TypeAlias = Callable[[nn.Module], Sequence[Sequence[str]] | None]
+
+# What is of use to the other library alone, by how its name begins.
+_LEFT = MappingProxyType({
+    "sampler": "the position in the data: weft draws another order",
+    "dl_state_dict": "the position in the data: weft draws another order",
+    "training_args": "arguments of the Trainer, a pickle: they are lines of the program",
+    "trainer_state": "all but the step: logs, the best metric, the epoch",
+})  # fmt: skip
+
+
+class Layout(NamedTuple):
+    """What the two libraries do in their own ways.
+
+    Attributes:
+        grouping: The parameters of a model that an optimizer holds, group by group, if the program does not show it.
+        ranks: The files of random states, a pattern: one of each rank, with a number in its name if there are several.
+        states: From what is in such a file to arguments of `random_states`, for a rank.
+    """
+
+    grouping: Grouping
+    ranks: str
+    states: Callable[[Mapping[str, Any], int], tuple[Any, Any, Any, dict[str, torch.Tensor]]]
+
+
+def read_saved(what: str, folder: Path, like: Mapping[str, Any], skip: Collection[str], layout: Layout) -> Found:
+    """Everything but the step.
+
+    Args:
+        what: The caller's name.
+        folder: Which.
+        like: The objects of the program, by name.
+        skip: Names of objects that are left out.
+        layout: Whose folder it is.
+
+    Raises:
+        CheckpointError: A file is missing, or cannot be read, trusted, or does not fit `like`.
+        OSError: One cannot be read.
+    """
+    saved = _SavedFolder(what, folder, like, skip)
+    saved.add_modules_and_optimizers(layout.grouping)
+    saved.add_objects()
+    saved.add_ranks(layout)
+    found = saved.found
+    found.left += [] if found.ranks else ["random states: new ones are drawn from seed and step"]
+    for path in sorted(folder.iterdir()):
+        if path not in saved.read:
+            why = (text for begin, text in _LEFT.items() if path.name.startswith(begin))
+            found.left.append(f"{path.name}: {next(why, 'not read')}")
+    return found
+
+
+class _SavedFolder:
+    """A folder that is read, and what was found in it.
+
+    Attributes:
+        found: What was found.
+        read: The files that were read.
+    """
+
+    def __init__(self, what: str, folder: Path, like: Mapping[str, Any], skip: Collection[str]) -> None:
+        self._what, self._folder, self._like, self._skip = what, folder, like, skip
+        self.found = Found()
+        self.read: list[Path] = []
+
+    def add_modules_and_optimizers(self, grouping: Grouping) -> None:
+        found = self.found
+        for number in itertools.count():
+            key = _numbered("model", number)
+            weights = self._weights(number, self._like.get(key))
+            if weights is None:
+                break
+            found.weights[key] = plain_weights(self._what, key, weights, self._like)
+        if not found.weights:
+            raise self._missing("model.safetensors, pytorch_model.bin, or the same of FSDP")
+        for number in itertools.count():
+            name = _numbered("optimizer", number)
+            path = self._first(f"{name}.bin", f"{name}.pt", f"optimizer_{number}")
+            if path is None:
+                break
+            if name not in self._skip:
+                saved = self._named(path, "optimizer")
+                names = names_in(self._like, name) or self._names(number, grouping)
+                found.optimizers[name] = named_groups(self._what, path, name, saved, found.weights, names)
+        if not found.optimizers and "optimizer" not in self._skip:
+            raise self._missing("optimizer.bin or optimizer.pt, or the folder optimizer_0")
+
+    def _names(self, number: int, grouping: Grouping) -> list[list[str]] | None:
+        """The parameters of the model of an optimizer, if the program shows that alone."""
+        key = _numbered("model", number)
+        model = self._like.get(key)
+        groups = grouping(model) if isinstance(model, nn.Module) else None
+        return None if groups is None else [[f"{key}/{name}" for name in names] for names in groups]
+
+    def add_objects(self) -> None:
+        """Schedulers, what the program has registered, and the scale of the loss."""
+        files = [path for pattern in ("scheduler*.*", "custom_checkpoint_*.pkl") for path in self._folder.glob(pattern)]
+        for path in sorted(files):
+            if path.stem not in self._skip:
+                self.found.values[path.stem] = self._load(path)
+        scaler = self._folder / "scaler.pt"
+        if scaler.exists() and "scaler" not in self._skip:
+            loss_scale(self._what, scaler, self._load(scaler), self.found)
+
+    def add_ranks(self, layout: Layout) -> None:
+        """Random states."""
+        if "rng" in self._skip:
+            return
+        paths = {path.stem.rpartition("_")[2]: path for path in self._folder.glob(layout.ranks)}
+        names = ["state"] if list(paths) == ["state"] else [str(rank) for rank in range(len(paths))]
+        if paths.keys() != set(names):
+            raise self._missing(f"{layout.ranks} of all ranks, from 0; there are {listed(sorted(paths))}")
+        for rank, name in enumerate(names):
+            saved = self._load(paths[name])
+            with values_alone(self._what, paths[name]):
+                states = layout.states(saved, rank)
+            self.found.ranks.append(random_states(self._what, paths[name], *states))
+
+    # -- the forms of weights and optimizers -------------------------------------------------------
+
+    def _weights(self, number: int, model: Any) -> dict[str, Any] | None:
+        """The weights of a module, in any of the forms they are saved in; None if there is none of this number."""
+        suffix = _numbered("", number)
+        path = self._first(f"model{suffix}{INDEX}", f"model{suffix}.safetensors")
+        if path is not None:
+            source = from_path(self._what, path, "model")
+            pieces = (piece for one in source.tensors.values() for piece in one.entry.pieces)
+            self.read += [path, *(self._folder / piece.file for piece in pieces)]
+            source = as_named_now(source, model) if isinstance(model, nn.Module) else source
+            return _deferred(source, self.found)
+        begin = "pytorch_model"
+        path = self._first(f"{begin}{suffix}.bin", f"{begin}_fsdp{suffix}.bin", f"{begin}_fsdp_{number}")
+        return None if path is None else dict(self._named(path, "model"))
+
+    def _first(self, *names: str) -> Path | None:
+        """The first of these files and folders that is there."""
+        return next((path for name in names if (path := self._folder / name).exists()), None)
+
+    def _named(self, path: Path, key: str) -> Mapping[str, Any]:
+        """Values by name, of a file, or of a part of what DCP saved into a folder."""
+        self.read.append(path)
+        is_file = path.is_file()
+        tree = {key: load(self._what, path)} if is_file else read_dcp(self._what, path, self.found.deferred)
+        found: Mapping[str, Any] = tree.get(key, {})
+        with values_alone(self._what, path):
+            expect(isinstance(found, Mapping) and all(isinstance(name, str) for name in found), "no values by name")
+        return found
+
+    def _load(self, path: Path) -> Any:
+        self.read.append(path)
+        return load(self._what, path)
+
+    def _missing(self, expected: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._what}: {self._folder} is no whole checkpoint",
+            found=listed(sorted(path.name for path in self._folder.glob("*"))) or "no folder, or an empty one",
+            expected=expected,
+            fix=f"weft.interop.{self._what}(folder, out)  # folder as saved, whole; what it never had: skip=[...]",
+        )
+
+
+def of_rank(states: Any, rank: int) -> torch.Tensor:
+    """The state of the device of a rank, of those of all devices of its machine."""
+    state: torch.Tensor = states if isinstance(states, torch.Tensor) else states[rank % len(states)]
+    return state
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}_{number}" if number else name
+
+
+def _deferred(source: WeightFiles, found: Found) -> dict[str, Any]:
+    """Tensors of safetensors, which are read a few megabytes at a time."""
+
+    def read(stored: Stored) -> Iterator[torch.Tensor]:
+        block = whole(stored.entry.shape)
+        return (values for _, values in read_in_parts(source.files, stored, block, stored.dtype))
+
+    add = found.deferred.add
+    return {name: add(one.entry.shape, one.dtype, partial(read, one)) for name, one in source.tensors.items()}
