@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from weft.transforms.hooked import hooked
     from weft.transforms.keyed_dropout import keyed_dropout
     from weft.transforms.local_steps import local_steps
+    from weft.transforms.offloaded import offloaded
     from weft.transforms.optimizers import optimizers
     from weft.transforms.pipeline import pipeline
     from weft.transforms.place import place
@@ -174,6 +175,7 @@ __all__ = [
     "log",
     "loss_scale",
     "main_first",
+    "offloaded",
     "on_preemption",
     "optimizers",
     "pipeline",

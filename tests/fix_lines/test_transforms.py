@@ -449,7 +449,13 @@ def test_whole_parameters_of_modules_that_one_rank_cannot_call():
     with told("transforms/full_params.py", "parameters that another engine keeps") as it:
         weft.full_params(model, ctx, forward=True)
     model, ctx = Net(), weft.local()
-    model, _, ctx = eval(it.fix, {"weft": weft, "model": model, "optimizer": sgd(model), "ctx": ctx})
+    optimizer = sgd(model)
+    with told("transforms/offloaded.py", "is another engine's") as again:
+        weft.offloaded(*keep(Net(), weft.local())[:1], (), weft.local())
+    assert again.fix == it.fix
+    model, _, ctx = eval(it.fix, {"weft": weft, "model": model, "optimizer": optimizer, "ctx": ctx})
+    with weft.offloaded(model, optimizer, ctx):
+        pass
     with weft.full_params(model, ctx, forward=True), torch.no_grad():
         model(X)
 

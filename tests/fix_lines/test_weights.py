@@ -14,6 +14,7 @@ from torch import nn
 import weft
 from tests.fix_lines.told import told
 from weft.cli import main
+from weft.testing import run_ranks
 from weft.weights import PlacementPlan, find_tied, on_meta, plan_placement
 
 
@@ -289,7 +290,7 @@ def test_options_of_export(tmp_path):
             weft.export(path, out, **_options(it))
         assert [one.name for one in out.iterdir()] == ["model.safetensors"]
 
-    with told("weights/export.py", "is not a size") as it:
+    with told("weights/export.py", "num_bytes_of('export'") as it:
         weft.export(path, out, max_shard_size="5 gigabytes")
     follow(it)
     with told("weights/export.py", "name = {name!r}") as it:
@@ -307,6 +308,56 @@ def test_options_of_export(tmp_path):
     with told("weights/sources.py", "no tensors remain") as it:
         weft.export(path, out, filter="layers.*")
     follow(it)
+
+
+# -- stream --------------------------------------------------------------------------------------------
+
+
+def test_options_of_stream():
+    model, ctx = Net(), weft.local()
+    with told("weights/stream.py", "num_bytes_of('stream'") as it:
+        weft.weights.stream(model, ctx, bucket_bytes=0)
+    it.run(model=model, ctx=ctx)
+    with told("weights/stream.py", "check_module(what") as it:
+        weft.weights.stream(model.state_dict(), ctx)
+    it.run(model=model, ctx=ctx)
+    with told("weights/export.py", "rename = {rename!r") as it:
+        weft.weights.stream(model, ctx, rename="model.")
+    assert dict(weft.weights.stream(model, ctx, **_options(it)))
+    with pytest.raises(TypeError, match=r"local_parts(?s:.*)weft.weights.local_parts\(model, ctx\)"):
+        weft.weights.local_parts(model.state_dict(), ctx)
+
+
+def _leaves_alone(ctx):
+    model, ctx = weft.fully_shard(Net(), ctx)
+    with told("weights/stream.py", "has left the loop early") as it:
+        for _ in weft.weights.stream(model, ctx, bucket_bytes=100):
+            if ctx.is_main:
+                break
+    if ctx.is_main:
+        return list(it.run(model=model, ctx=ctx)["weights"])
+    assert "1 of 3 buckets taken" in str(it.error)
+    return list(dict(weft.weights.stream(model, ctx)))
+
+
+def test_leaving_a_stream_alone():
+    assert run_ranks(_leaves_alone, 2) == [["embed.weight", "mid.weight", "mid.bias"]] * 2
+
+
+def _smaller_context(world):
+    model, _ = weft.fully_shard(Net(), world)
+    ctx = world.subset([0])
+    if ctx.here:
+        with told("weights/stream.py", "sharded over ranks that the context does not have") as it:
+            weft.weights.stream(model, ctx)
+        line = it.fix
+    else:
+        line = "weft.weights.stream(model, ctx)"
+    exec(f"assert dict({line.partition('  #')[0]})", {"weft": weft, "model": model, "ctx": world})
+
+
+def test_a_context_without_some_of_the_shards():
+    run_ranks(_smaller_context, 2)
 
 
 def test_nothing_to_export(tmp_path):

@@ -8,6 +8,7 @@ import torch
 
 import weft
 from tests.fix_lines.told import told
+from tests.variants import slow_cases
 from weft.errors import CheckpointError
 from weft.testing import largest_difference, run_ranks
 
@@ -140,6 +141,49 @@ def test_an_adapter_alone_is_loaded(kind, strategy, tmp_path):
         assert largest_difference(logits, _logits(plain)) < 1e-12
 
 
+def _streamed(ctx, kind, strategy):
+    model, ctx = _with_strategy(_adapted(kind), ctx, strategy)
+    apart = dict(weft.weights.stream(model, ctx, peft=True))
+    merged = dict(weft.weights.stream(model, ctx, merge=True, bucket_bytes="4KB"))
+    again = dict(weft.weights.stream(model, ctx, merge=True, dtype="bf16", filter="model.layers.0.**"))
+    whole = dict(weft.weights.stream(model, ctx))
+    expected = _adapted(kind).state_dict()
+    assert whole.keys() == expected.keys()
+    assert all(torch.equal(whole[name], expected[name]) for name in whole)
+    return apart, merged, again
+
+
+@pytest.mark.parametrize(("strategy", "kind"), [("fully_shard", "lora and a head"), ("tensor", "lora"),
+    *slow_cases(("fully_shard", "dora"), ("replicate", "ia3"), ("tensor", "lora and a head"))])  # fmt: skip
+def test_adapters_are_streamed_merged_or_apart(strategy, kind, tmp_path):
+    from safetensors.torch import load_file
+
+    mesh = {"tensor": 2} if strategy == "tensor" else None
+    plain = _adapted(kind)
+    plain.save_pretrained(tmp_path)
+    expected = plain.merge_and_unload().state_dict()
+    for apart, merged, low in run_ranks(_streamed, 2, kind, strategy, mesh=mesh):
+        for found, wanted in ((apart, load_file(tmp_path / "adapter_model.safetensors")), (merged, expected)):
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], wanted[name]) for name in found)
+        assert all(name.startswith("model.layers.0.") for name in low)
+        assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in low.items())
+
+
+def test_adapters_that_cannot_be_streamed_so():
+    model, ctx = _adapted("lora", "first"), weft.local()
+    model.add_adapter("second", CONFIGS["dora"]())
+    with told("weights/adapter_files.py", "the adapter is ambiguous") as it:
+        weft.weights.stream(model, ctx, peft=True)
+    assert it.run(model=model, ctx=ctx)
+    with told("weights/stream.py", "peft= says which tensors") as it:
+        weft.weights.stream(_adapted(), ctx, peft=True, merge=True)
+    it.run(model=_adapted(), ctx=ctx)
+    with told("weights/adapter_files.py", "merge=True, where") as it:
+        weft.weights.stream(_base(), ctx, merge=True)
+    it.run(model=_base(), ctx=ctx)
+
+
 def _saved(model, folder):
     state, ctx = weft.checkpointable({"model": model}, weft.local())
     return weft.save(state, folder, 1, ctx)
@@ -151,7 +195,7 @@ def test_one_of_two_adapters_is_named(tmp_path):
     path = _saved(model, tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"the adapter is ambiguous(?s:.*)'first'(?s:.*)'second'"):
         weft.export(path, out, peft=True)
-    with told("weights/adapter_files.py", "export: the adapter is ambiguous") as it:
+    with told("weights/adapter_files.py", "the adapter is ambiguous") as it:
         weft.export(path, out, peft="third")
     assert "no adapter 'third'" in str(it.error)
     it.run(path=path, out=out)
@@ -170,7 +214,7 @@ def test_adapters_that_transformers_added_are_read_by_peft(tmp_path):
 
 def test_without_an_adapter_both_ways_say_so(tmp_path):
     path, out = _saved(_base(), tmp_path / "run"), tmp_path / "out"
-    with told("weights/adapter_files.py", "export: the adapter is ambiguous") as it:
+    with told("weights/adapter_files.py", "the adapter is ambiguous") as it:
         weft.export(path, out, peft=True)
     assert [file.name for file in weft.export(path, out)] == ["model.safetensors"]
     assert it.fix == "weft.export(path, out)"

@@ -92,3 +92,25 @@ def test_what_is_missing_is_named(tmp_path):
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match="does not fit the module(?s:.*)gate_up_proj"):
         weft.load_weights(_build("mixtral"), tmp_path, weft.local())
+
+
+def _as_files_have_them(ctx, folder):
+    from safetensors.torch import load_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    torch.manual_seed(0)
+    model = _build("mixtral")
+    if ctx.is_main:
+        model.save_pretrained(folder)
+    weft.barrier(ctx)
+    model, ctx = weft.fully_shard(model, ctx, units="MixtralDecoderLayer")
+    found = {}
+    for name, tensor in weft.weights.stream(model, ctx, bucket_bytes="50KB"):
+        found |= revert_weight_conversion(model, {name: tensor})
+    expected = load_file(f"{folder}/model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_streamed_weights_get_the_names_of_files_from_transformers(tmp_path):
+    run_ranks(_as_files_have_them, 2, str(tmp_path))

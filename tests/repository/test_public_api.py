@@ -141,6 +141,7 @@ NO_OBJECT = [
     "all_or_none",
 ]  # about the context itself
 WITH_PLACE = {name: ["state", "directory", "step"] for name in ("save", "save_async")} | {
+    "offloaded": ["module", "optimizer"],
     "restore": ["state", "directory"],  # what, where, when
     "load_weights": ["module", "path"],
     "vocab_cross_entropy": ["logits", "target"],

@@ -198,3 +198,55 @@ def _closed_while_reading(ctx):
 
 def test_memory_that_is_still_written_is_not_given_to_others():
     assert on_ranks(_closed_while_reading, 1) == [[]]
+
+
+# -- state off and on --------------------------------------------------------------------------------------------------
+
+
+def _off_and_on(ctx, strategy, times):
+    model = _model().to(ctx.device)
+    if strategy in ("fully_shard", "replicate"):
+        model, ctx = getattr(weft, strategy)(model, ctx)
+    made = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if strategy.startswith("zero"):
+        model, made, ctx = weft.zero_partition(model, made, ctx, stage=int(strategy[-1]))
+    model, ctx = weft.average_weights(model, ctx, decay=0.9)
+    averages = weft.averages(model)
+    draw, left = torch.Generator().manual_seed(1), []
+    for step in range(6):
+        x = torch.randn(8, 6, generator=draw).to(ctx.device)
+        model(x.chunk(2)[ctx.rank]).square().mean().backward()
+        for _ in range(times):
+            held = [*model.parameters(), *(p.grad for p in model.parameters())]
+            held += [value for state in made.state.values() for value in state.values() if value.dim()]
+            held += averages.state_dict()["weights"].values() if step else ()
+            with weft.offloaded(model, made, ctx):
+                left += [weft.tensors.dtensor.local(one).untyped_storage().nbytes() for one in held]
+                with pytest.raises(weft.errors.ContractError, match="called inside"):
+                    model(x)
+        made.step()
+        averages.update()
+        made.zero_grad()
+    return on_cpu(_whole(ctx, model)), max(left, default=0)
+
+
+@pytest.mark.parametrize("strategy", ["fully_shard", "replicate", *slow("zero 1", "zero 2", "zero 3")])
+def test_state_leaves_the_device_and_comes_back(strategy):
+    expected = [found for found, _ in on_ranks(_off_and_on, 2, strategy, 0)]
+    for (found, left), wanted in zip(on_ranks(_off_and_on, 2, strategy, 2), expected, strict=True):
+        assert left == 0
+        assert all(map(torch.equal, found, wanted))
+
+
+def _streamed(ctx):
+    model, ctx = weft.fully_shard(_model().to(ctx.device), ctx, units=_Block)
+    found = dict(weft.weights.stream(model, ctx, bucket_bytes=500, dtype="bf16"))
+    with weft.full_params(model, ctx):
+        return [
+            (tensor.device.type, torch.equal(tensor, model.get_parameter(n).bfloat16())) for n, tensor in found.items()
+        ]
+
+
+def test_whole_weights_are_streamed_on_the_device():
+    for found in on_ranks(_streamed, 2):
+        assert found == [("sim", True)] * len(list(_model().parameters()))

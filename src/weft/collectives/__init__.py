@@ -11,6 +11,7 @@ exchange.py       the messages of the last two, and their gradients
 objects.py        broadcast, scatter, gather_objects
 encoding.py       values as JSON, for messages and for checkpoints
 packed_gather.py  tensors of all ranks in one message
+whole_tensors.py  tensors that lie in parts, whole on all ranks, many in a message
 barriers.py       barrier, all_or_none, main_first, any_rank, on_rank
 vocab_loss.py     vocab_cross_entropy
 on_all_ranks.py   work that fails on one rank fails on all

@@ -19,14 +19,13 @@ import torch
 
 from weft.collectives.encoding import bytes_tensor
 from weft.collectives.objects import gather_packed
-from weft.collectives.primitives import all_gather_rows, as_bytes, num_bytes, row_gather
+from weft.collectives.primitives import aligned, all_gather_rows, as_bytes, num_bytes, row_gather
 from weft.context import DistContext
 from weft.peers.agreement import compare_values
 
 _FIRST_BYTES = 2**13  # of all ranks together
 _ONE_MESSAGE = 2**20  # bytes per rank
 _HEAD = 32  # bytes: four words
-_ALIGNED = 16  # bytes: where a tensor begins, so that its memory is seen as its dtype
 _KEPT = 8  # messages of one shape that are ready to be filled again
 Kinds: TypeAlias = tuple[tuple[torch.dtype, torch.Size] | None, ...]  # of the columns; None: one that is a list
 
@@ -67,10 +66,6 @@ def _usual_capacity(size: int) -> int:
     return max(_FIRST_BYTES // size, 1024) - _HEAD
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED
-
-
 class _PackedMessage:
     """The first message of all ranks: memory for it, and what of it is a tensor of which rank.
 
@@ -90,7 +85,7 @@ class _PackedMessage:
         outer, inner = (zlib.crc32(one.encode()) for one in (structure, self._described))
         sizes = hashlib.blake2b(f"{dims} {count}".encode(), digest_size=8).digest()
         self._head = struct.pack("3q", outer, inner, int(self._has_lists)) + sizes
-        self.rows = torch.empty(ctx.world_size, _padded(_HEAD + capacity), dtype=torch.uint8, device=ctx.device)
+        self.rows = torch.empty(ctx.world_size, aligned(_HEAD + capacity), dtype=torch.uint8, device=ctx.device)
         self.rows[ctx.rank, :_HEAD] = bytes_tensor(self._head)
         self._gather = row_gather(self.rows, self.world)
         heads = self.rows[:, :_HEAD]
@@ -102,11 +97,11 @@ class _PackedMessage:
         start = total = _HEAD
         for number, (dtype, shape) in enumerate([] if self._has_lists else [(torch.int64, (count,)), *tensors]):
             nbytes = num_bytes(shape, dtype)
-            total += _padded(nbytes)
-            if start + _padded(nbytes) <= _HEAD + capacity:
+            total += aligned(nbytes)
+            if start + aligned(nbytes) <= _HEAD + capacity:
                 parts = [row[start : start + nbytes].view(dtype).view(shape) for row in self.rows]
                 self._places[number] = tuple(parts)
-                start += _padded(nbytes)
+                start += aligned(nbytes)
         longest = total - _HEAD
         self.next_capacity = longest if _usual_capacity(ctx.world_size) < longest <= _ONE_MESSAGE else None
 

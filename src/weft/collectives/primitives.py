@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 _SLICE = timedelta(seconds=0.5)
 _ANY_ROWS = ("gather", "all_to_all")  # the number of rows may differ between ranks: that is what they are for
+_ALIGNED = 16  # bytes
 HEADER_WORDS = 64  # of int64 in a first message: one size fits nearly all calls
 
 
@@ -43,6 +44,11 @@ def all_gather_words(words: list[int], world: World, ctx: DistContext, length: i
 def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Size of a tensor of this shape and dtype."""
     return dtype.itemsize * math.prod(shape)
+
+
+def aligned(nbytes: int) -> int:
+    """Where the next tensor of a message may begin, so that its memory is seen as its dtype."""
+    return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,10 +157,15 @@ def row_gather(rows: torch.Tensor, world: World) -> Callable[[], None]:
                 _wait_in_slices(group.alltoall_base(theirs, ours, splits, splits), world)
 
         return exchange
+    return lambda: wait_for_collective(begin_gathering(rows, world.rank, group), world)
+
+
+def begin_gathering(rows: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> dist.Work | None:
+    """Begin to fill the rows [ranks, n] of the other ranks of a group, in which this rank has `rank`."""
     # torch 2.13 gave `all_gather_into_tensor` a new name and deprecated the old one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    everything, mine = rows.view(-1), rows[world.rank]
-    return lambda: wait_for_collective(gather(everything, mine, group=group, async_op=True), world)
+    work: dist.Work | None = gather(rows.view(-1), rows[rank], group=group, async_op=True)
+    return work
 
 
 def wait_for_collective(work: dist.Work | None, world: World, *, on_cpu: bool = False) -> None:

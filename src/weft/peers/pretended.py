@@ -303,4 +303,5 @@ def _put(output: torch.Tensor, values: torch.Tensor) -> None:
 
 def _put_copies(output: torch.Tensor, values: torch.Tensor, count: int) -> None:
     if _has_values(output):
-        _put(output.view(count, -1), values.view(1, -1))
+        given = _kept(values) if _has_values(values) else values  # it may be a row of the output
+        _put(output.view(count, -1), given.view(1, -1))

@@ -3,6 +3,7 @@
 export.py         `export`: which tensors, under which names, in which files
 adapter_files.py  adapters of PEFT: which one is meant, and what it is called in files
 publish.py        a folder that appears when it is complete
+stream.py         `stream`, whole weights bucket by bucket; `local_parts`, what a rank has of each
 load.py           `load_weights`; `read`, for tensors without a module
 sources.py        what files, indices, folders and checkpoints hold
 stored_names.py   names that a model of transformers had when its file was written
@@ -22,19 +23,23 @@ from weft.weights.on_meta import on_meta
 from weft.weights.places.module_sizes import module_sizes
 from weft.weights.places.plan_placement import PlacedUnit, PlacementPlan, plan_placement
 from weft.weights.quantization.quantize import quantized
+from weft.weights.stream import LocalPart, local_parts, stream
 from weft.weights.tied import find_tied, tie
 
 __all__ = [
     "LoadedWeights",
+    "LocalPart",
     "PlacedUnit",
     "PlacementPlan",
     "export",
     "find_tied",
     "load_weights",
+    "local_parts",
     "module_sizes",
     "on_meta",
     "plan_placement",
     "quantized",
     "read",
+    "stream",
     "tie",
 ]

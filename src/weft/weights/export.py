@@ -84,14 +84,7 @@ def export(
         >>> [file.name for file in files]
         ['model.safetensors']
     """
-    limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    if type(limit) is not int or limit < 1:
-        raise value_error(
-            f"export: max_shard_size = {max_shard_size!r} is not a size",
-            found=repr(max_shard_size),
-            expected=f"a whole number of bytes > 0, or a number and one of {', '.join(UNITS)}",
-            fix='weft.export(path, out, max_shard_size="5GB")',
-        )
+    limit = num_bytes_of("export", "max_shard_size", max_shard_size, fix='weft.export(path, out, max_shard_size="5GB")')
     wanted = floating_dtype("export", dtype)
     name = name if name is not None else "adapter_model" if peft else "model"
     check_names(name, rename)
@@ -126,6 +119,23 @@ def export(
 # -- which tensors, under which names, in which of several files -----------------------------------------
 
 
+def num_bytes_of(what: str, option: str, size: int | str, *, fix: str) -> int:
+    """A size in bytes, given as a number or as a text such as "5GB".
+
+    Raises:
+        ValueError: It is none.
+    """
+    found = parse_size(size) if isinstance(size, str) else size
+    if type(found) is not int or found < 1:
+        raise value_error(
+            f"{what}: {option} = {size!r} is not a size",
+            found=repr(size),
+            expected=f"a whole number of bytes > 0, or a number and one of {', '.join(UNITS)}",
+            fix=fix,
+        )
+    return found
+
+
 class Tensor(NamedTuple):
     """One to be written."""
 
@@ -155,9 +165,18 @@ def check_names(name: object, rename: object) -> None:
             expected="a prefix of file names",
             fix='weft.export(path, out, name="model")',
         )
+    check_rename("export", rename)
+
+
+def check_rename(what: str, rename: object) -> None:
+    """Raise unless tensors can be renamed by this.
+
+    Raises:
+        ValueError: They cannot.
+    """
     if rename is not None and not callable(rename):
         raise value_error(
-            f"export: rename = {rename!r:.80} cannot be used",
+            f"{what}: rename = {rename!r:.80} cannot be used",
             found=type(rename).__name__,
             expected="a function from the name in the module to one in the files",
             fix='rename=lambda name: "model." + name',

@@ -10,7 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from weft.checkpoint.format.manifest import DTYPES
 from weft.context import DistContext
-from weft.errors import type_error
+from weft.engines.torch.device.emptied import has_memory
+from weft.errors import ContractError, type_error
 from weft.tensors.blocks import Held, hold
 from weft.tensors.quantized import is_wrapped
 
@@ -25,6 +26,7 @@ def hold_savable(name: str, tensor: torch.Tensor, *, in_place: bool = False) -> 
 
     Raises:
         TypeError: Its dtype or layout has no place in the format, or its memory takes no values; the text names it.
+        ContractError: It is without memory, inside `offloaded`.
     """
     dtype, lazy = str(tensor.dtype).removeprefix("torch."), is_lazy(tensor)
     if lazy or dtype not in DTYPES or tensor.layout is not torch.strided:
@@ -46,6 +48,13 @@ def hold_savable(name: str, tensor: torch.Tensor, *, in_place: bool = False) -> 
             found=f"{type(held.local).__name__} of torchao, whose numbers are in several tensors",
             expected="plain tensors; those of bitsandbytes are saved with their scales",
             fix='weft.quantized(model, ctx, "nf4")  # of the plain model; or "int8", engine="bitsandbytes"',
+        )
+    if not has_memory(held.local):
+        raise ContractError(
+            f"save: {name} has no values now",
+            found="a tensor without memory, as inside weft.offloaded",
+            expected="values, as before and after it",
+            fix="with weft.offloaded(model, optimizer, ctx): ...  # something else; weft.save(...) after it",
         )
     return held
 

@@ -100,7 +100,7 @@ def read_in_parts(
         values = memory[: part.size * width].view(stored.dtype).view(part.shape)
         offsets = tuple(a + b for a, b in zip(part.offsets, block.offsets, strict=True))
         files.read(stored.key, stored.entry, Block(offsets, part.shape), values)
-        yield part, _converted(stored.key, values, dtype)
+        yield part, converted(stored.key, values, dtype)
 
 
 def equal_bits(files: TensorFiles, one: Stored, other: Stored, block: Block, dtype: torch.dtype) -> bool:
@@ -142,7 +142,7 @@ def is_faithful(values: torch.Tensor, result: torch.Tensor) -> bool:
     )
 
 
-def _converted(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def converted(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Values in another dtype.
 
     Raises:

@@ -309,9 +309,28 @@ def parameter_names(state: Checkpoint) -> dict[int, str]:
     }
 
 
-def _collect_module(
-    key: str, module: nn.Module, content: Content, seen: dict[int, str], only: Callable[[str], bool] | None
-) -> None:
+def collect_weights(
+    key: str,
+    module: nn.Module,
+    content: Content,
+    seen: dict[int, str],
+    only: Callable[[str], bool] | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Add the parameters and buffers of a module to a content, each under the first of its names.
+
+    Args:
+        key: The name of the module in the state.
+        module: Which.
+        content: To add to.
+        seen: Tensors that are there already: their names, by id; to add to.
+        only: As for `checkpointable`.
+
+    Returns:
+        Its tensors by their names in `state_dict()`; and what `get_extra_state` returned, encoded.
+
+    Raises:
+        TypeError: Something in `state_dict()` cannot be saved; the text names it.
+    """
     values: dict[str, Any] = {}
     # First: FSDP2 puts its shards in place for it.
     found = {plain_name(name): value for name, value in module.state_dict(keep_vars=True).items()}
@@ -345,6 +364,13 @@ def _collect_module(
                 if id(value) in held
                 else "return it from get_extra_state() and take it in set_extra_state(state)",
             )
+    return found, values
+
+
+def _collect_module(
+    key: str, module: nn.Module, content: Content, seen: dict[int, str], only: Callable[[str], bool] | None
+) -> None:
+    found, values = collect_weights(key, module, content, seen, only)
     keep = extra_state_of(module, Stateful)
     kept = {name: encode(f"{key}/#{name}", offer.state_dict(), content.tensors) for name, offer in keep.items()}
     orders = {

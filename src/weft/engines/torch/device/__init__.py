@@ -3,6 +3,7 @@
 choose.py    which device, which backend
 devices.py   what an engine answers about devices
 prefetch.py  batches to the device ahead of use
+emptied.py   tensors without memory, whose values wait on the CPU
 
 Tested by: tests/context/test_placement.py, tests/simulated_device, tests/gpu
 """

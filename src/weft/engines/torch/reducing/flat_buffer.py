@@ -59,6 +59,7 @@ class FlatPiece:
         total = sum(p.numel() for p in self.parameters)
         self.gradients = torch.zeros(total + room, dtype=first.dtype, device=first.device)
         self.values = torch.empty_like(self.gradients[: total if keeps_values else 0])
+        self._home = self.values.untyped_storage()
         self.views: list[torch.Tensor] = []
         start = 0
         for parameter in self.parameters:
@@ -75,7 +76,6 @@ class FlatPiece:
         self.without: set[int] = set()
         # One without elements has no address.
         self._first = next((p for p in self.parameters if p.numel()), first)
-        self._address = self._first.data_ptr()
 
     def attach(self) -> None:
         """Let every parameter's gradient be its view, with the value that it has."""
@@ -98,7 +98,7 @@ class FlatPiece:
 
     def is_intact(self) -> bool:
         """Whether the parameters still lie in the buffer; `Module.to` moves them out of it."""
-        return not self._keeps_values or self._first.data_ptr() == self._address
+        return not self._keeps_values or self._first.untyped_storage().data_ptr() == self._home.data_ptr()
 
     def detach(self) -> None:
         """Give every parameter and gradient a storage of its own again."""
