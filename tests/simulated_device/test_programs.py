@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
+from tests.fix_lines.told import told
 from tests.simulated_device.device import load
 from tests.simulated_device.ranks import needs_compiler, on_cpu, on_ranks
 from tests.variants import slow, slow_cases
@@ -236,6 +237,79 @@ def test_state_leaves_the_device_and_comes_back(strategy):
     for (found, left), wanted in zip(on_ranks(_off_and_on, 2, strategy, 2), expected, strict=True):
         assert left == 0
         assert all(map(torch.equal, found, wanted))
+
+
+def _with_state_on_cpu(ctx, strategy, offload, folder=None):
+    """Four steps, the last two from a checkpoint if there is a folder; and where the state lies after each."""
+
+    def made():
+        nonlocal ctx
+        model = _model().to(ctx.device)
+        if strategy == "fully_shard":
+            model, ctx = weft.fully_shard(model, ctx, units=_Block, offload=offload or False)
+        elif strategy == "replicate":
+            model, ctx = weft.replicate(model, ctx, offload=offload)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if strategy.startswith("zero"):
+            stage = int(strategy[-1])
+            model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=stage, offload=offload)
+        state, ctx = weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)
+        return model, optimizer, state
+
+    model, optimizer, state = made()
+    draw, places = torch.Generator().manual_seed(1), set()
+    for step in range(4):
+        if step == 2 and folder is not None:
+            weft.save(state, folder, 2, ctx)
+            model, optimizer, state = made()
+            weft.restore(state, folder, ctx)
+        x = torch.randn(8, 6, generator=draw).to(ctx.device)
+        model(x.chunk(2)[ctx.rank]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+        places |= {weft.tensors.dtensor.local(one).device.type for one in moments}
+    return on_cpu(_whole(ctx, model)), on_cpu([weft.tensors.dtensor.local(one) for one in moments]), places
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offload"),
+    [
+        ("fully_shard", True),
+        ("replicate", "optimizer"),
+        *slow_cases(("fully_shard", "optimizer"), ("zero 1", "optimizer"), ("zero 2", "optimizer")),
+        *slow_cases(("zero 3", "optimizer"), ("zero 3", "cpu")),
+    ],
+)
+def test_state_on_the_cpu_gives_the_same_bits_also_in_checkpoints(strategy, offload, tmp_path):
+    expected = on_ranks(_with_state_on_cpu, 2, strategy, None)
+    for folder in (None, tmp_path):
+        for found, wanted in zip(on_ranks(_with_state_on_cpu, 2, strategy, offload, folder), expected, strict=True):
+            assert found[2] == {"cpu"} and wanted[2] == {"sim"}
+            assert all(map(torch.equal, found[0], wanted[0]))
+            assert all(map(torch.equal, found[1], wanted[1]))
+
+
+def _taken_back(ctx):
+    model, ctx = weft.replicate(_model().to(ctx.device), ctx, offload="optimizer")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 6, device=ctx.device)).sum().backward()
+    optimizer.step()
+    there = {value.device.type for state in optimizer.state.values() for key, value in state.items() if value.dim()}
+    model, ctx = weft.undo(model, ctx, rebind=optimizer)
+    back = {value.device.type for state in optimizer.state.values() for key, value in state.items() if value.dim()}
+    flat, ctx = weft.replicate(_model().to(ctx.device), ctx, offload="optimizer", flat=True)
+    fused, ctx = weft.fuse_step(torch.optim.AdamW(flat.parameters()), ctx)
+    flat(torch.ones(2, 6, device=ctx.device)).sum().backward()
+    with told("engines/torch/device/state_offload.py", "steps on a few parameters") as it:
+        fused.step()
+    return there, back, it.fix
+
+
+def test_undo_brings_the_state_back_and_fused_steps_are_refused():
+    for there, back, fix in on_ranks(_taken_back, 2):
+        assert (there, back) == ({"cpu"}, {"sim"})
+        assert fix == 'leave offload="optimizer" out of the call of replicate'
 
 
 def _streamed(ctx):

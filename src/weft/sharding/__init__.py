@@ -23,7 +23,7 @@ from weft.sharding.layers.tensor_layers import cut_layers
 from weft.sharding.layers.tensor_plan import TensorPlan, tensor_plan
 from weft.sharding.layouts_over_axes import broadcast_state, step_meshes
 from weft.sharding.meta import WeightSource
-from weft.sharding.owner_step import check_who_steps, step_in_parts
+from weft.sharding.owner_step import check_who_steps, keep_state_on_cpu, step_in_parts
 from weft.sharding.per_rank_dtensor import stacked_over
 from weft.sharding.reduce_module import reduce_module
 from weft.sharding.shard_checks import check_optimizers, groups_of, optimizers_in
@@ -40,6 +40,7 @@ __all__ = [
     "cut_layers",
     "exchange_parameters",
     "groups_of",
+    "keep_state_on_cpu",
     "optimizers_in",
     "reduce_module",
     "shard_module",

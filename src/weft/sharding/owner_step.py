@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.checks import is_of
@@ -135,6 +136,21 @@ def step_in_parts(
     if parts:
         found.append(PartitionedStep(optimizer, mesh, others, parts))
     return found
+
+
+def keep_state_on_cpu(what: str, module: nn.Module, ctx: DistContext) -> Sequence[Undoable]:
+    """Let the optimizers of a module keep their state on the CPU between steps, where the module computes elsewhere."""
+    check_ranks_send(
+        f'{what}: offload="optimizer"',
+        ctx,
+        "an engine whose ranks step by themselves",
+        fix=f"leave offload out of the call of {what}",
+    )
+    if ctx.device.type == "cpu":
+        return ()
+    from weft.engines.torch.device.state_offload import StateOffload  # noqa: PLC0415  (half a second of imports in torch)
+
+    return (StateOffload(what, module, ctx.device),)
 
 
 def _blocks_of_ranks(parameters: Iterable[torch.Tensor], ctx: DistContext) -> list[tuple[Block, ...]]:

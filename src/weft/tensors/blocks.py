@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -122,7 +122,7 @@ def as_dtensor(part: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: 
     """What this rank holds of a tensor, as a DTensor in the same memory; nothing is checked or sent.
 
     Args:
-        part: Its block.
+        part: Its block; also on the CPU, between steps of a device.
         mesh: The ranks that hold the blocks.
         placements: How they are made of the whole.
         shape: Of the whole; default: all ranks hold as much as this one.
@@ -130,7 +130,14 @@ def as_dtensor(part: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: 
     """
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second of imports in torch)
 
-    return DTensor.from_local(part, mesh, tuple(placements), run_check=False, shape=shape, stride=stride)
+    elsewhere = part.device.type not in (mesh.device_type, "meta")  # torch would copy it to the device
+    given = part.detach().to("meta") if elsewhere else part
+    made: Any = DTensor.from_local(given, mesh, tuple(placements), run_check=False, shape=shape, stride=stride)
+    if not elsewhere:
+        return made
+    return cast("Any", DTensor)(
+        part.view_as(part), torch_internals.DTENSOR_SPEC.of(made), requires_grad=part.requires_grad
+    )
 
 
 def sharded_as(part: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

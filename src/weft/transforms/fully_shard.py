@@ -11,13 +11,13 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from weft.checks import check_module
+from weft.checks import check_choice, check_module
 from weft.context import DistContext
 from weft.contract import Phase, layouts, transform
 from weft.contract.select_modules import Selection
 from weft.engines.options import ShardOptions
 from weft.engines.torch.reducing.replica_average import ReplicaAverage
-from weft.sharding import UnitChoice, WeightSource, optimizers_in, shard_module, sharding_axes
+from weft.sharding import UnitChoice, WeightSource, keep_state_on_cpu, optimizers_in, shard_module, sharding_axes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -36,7 +36,7 @@ def fully_shard(
     unused: Literal["error", "zero"] = "error",
     buffers: Literal["broadcast", "local"] = "broadcast",
     methods: Sequence[str] = (),
-    offload: bool = False,
+    offload: bool | Literal["optimizer"] = False,
 ) -> tuple[M, DistContext]:
     """Shard parameters, gradients and optimizer state over the ranks.
 
@@ -93,7 +93,9 @@ def fully_shard(
             (running statistics). "local": they may differ.
         methods: Methods of `module` besides forward that use its parameters.
         offload: Keep shards, their gradients and the optimizer's state in the memory of the CPU, where the optimizer
-            steps; units are copied to the device when they are gathered. On a CPU nothing changes.
+            steps; units are copied to the device when they are gathered. "optimizer": only the optimizer's state is
+            there between steps; it comes to the device for 64 MiB of parameters at a time, and steps are made there.
+            On a CPU nothing changes.
 
     Returns:
         `module` itself, and `ctx` with this transform in `applied`.
@@ -124,8 +126,9 @@ def fully_shard(
         unused=unused,
         buffers=buffers,
         methods=tuple(methods),
-        offload=offload,
+        offload=offload is True,
     )
+    check_choice("fully_shard", "offload", offload, (False, True, "optimizer"))
     optimizers = optimizers_in("fully_shard", rebind)
     check_module("fully_shard", module)
     found = layouts(module, ctx)
@@ -142,6 +145,8 @@ def fully_shard(
         weights=weights,
     )
     ctx = ctx if sharded is None else ctx.offering(sharded)
+    if offload == "optimizer":
+        ctx = ctx.offering(*keep_state_on_cpu("fully_shard", module, ctx))
     if ctx.replicas is not None:
         averaged = ReplicaAverage(module, ctx.replicas, options, alone=sharded is None)
         ctx = ctx.offering(averaged)

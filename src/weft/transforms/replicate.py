@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
-from weft.checks import check_module
+from weft.checks import check_choice, check_module
 from weft.context import DistContext
 from weft.contract import (
     Layout,
@@ -33,7 +33,7 @@ from weft.engines.torch.reducing.power_sgd import PowerSgdHook
 from weft.engines.torch.reducing.replica_average import ReplicaAverage
 from weft.errors import listed, type_error, value_error
 from weft.precision import PowerSGD
-from weft.sharding import reduce_module, stacked_over
+from weft.sharding import keep_state_on_cpu, reduce_module, stacked_over
 from weft.tensors.dtensor import is_sharded
 
 M = TypeVar("M", bound=nn.Module)
@@ -51,6 +51,7 @@ def replicate(
     buffers: Literal["broadcast", "local"] = "broadcast",
     methods: Sequence[str] = (),
     compress: PowerSGD | Compress | None = None,
+    offload: Literal["optimizer"] | None = None,
 ) -> tuple[M, DistContext]:
     """Keep one full copy of `module` per rank and average its gradients in backward.
 
@@ -91,6 +92,8 @@ def replicate(
             averaged `bucket.buffer()`, as torch's communication hooks (`bf16_compress_hook`); it has to send the
             same messages in the same order on every rank. What has `state_dict` and `load_state_dict` is saved in
             checkpoints with the module.
+        offload: "optimizer": the optimizer's state is in the memory of the CPU between steps; it comes to the device
+            for 64 MiB of parameters at a time, and steps are made there. On a CPU nothing changes.
 
     Returns:
         `module` itself, and `ctx` with this transform in `applied`.
@@ -120,6 +123,7 @@ def replicate(
         dtype=reduce_dtype(module),
     )
     check_module("replicate", module)
+    check_choice("replicate", "offload", offload, (None, "optimizer"))
     names = gradient_axes(module, ctx) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     found = layouts(module, ctx)
     check_data_axes("replicate", module, ctx, names)
@@ -142,6 +146,8 @@ def replicate(
     ctx = ctx.offering(*kept) if reduced is None else ctx.offering(reduced, *kept)
     if ctx.replicas is not None:
         ctx = ctx.offering(ReplicaAverage(module, ctx.replicas, options, alone=reduced is None))
+    if offload == "optimizer":
+        ctx = ctx.offering(*keep_state_on_cpu("replicate", module, ctx))
     return module, ctx
 
 

@@ -21,6 +21,7 @@ from weft.sharding import (
     UnitChoice,
     check_who_steps,
     groups_of,
+    keep_state_on_cpu,
     reduce_module,
     shard_module,
     sharding_axes,
@@ -96,7 +97,8 @@ def zero_partition(
         buffers: As for `replicate`.
         bucket_bytes: For stage 1; as for `replicate`.
         methods: Methods besides forward through which gradients flow.
-        offload: With torch, "cpu" in stages 2 and 3: as `fully_shard(offload=True)`. With DeepSpeed: where the
+        offload: With torch, "cpu" in stages 2 and 3: as `fully_shard(offload=True)`; "optimizer" in all stages: the
+            optimizer's state alone, as `fully_shard(offload="optimizer")`. With DeepSpeed: where the
             optimizer's state lies between steps: "cpu", or a directory on a fast disk (stage 3). Or a mapping,
             of "optimizer" and "parameters" (stage 3).
         config: With DeepSpeed: its configuration, a dict or a JSON file. What weft decides may be left
@@ -134,6 +136,13 @@ def zero_partition(
         check_who_steps("zero_partition", optimizer, by)
     methods = tuple(methods)
     if engine == "deepspeed":
+        if offload == "optimizer":
+            raise value_error(
+                'zero_partition: with DeepSpeed, steps are made where the state lies; offload="optimizer" is torch\'s',
+                found='offload="optimizer" with engine="deepspeed"',
+                expected='"cpu", or a directory on a fast disk',
+                fix='model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=2, offload="optimizer")',
+            )
         partitioned = importlib.import_module("weft.interop.deepspeed_partition").zero_partition(
             module,
             optimizer,
@@ -151,6 +160,8 @@ def zero_partition(
         )
         return module, optimizer, ctx if partitioned is None else ctx.offering(partitioned)
     _check_for_deepspeed_alone(stage, offload, config)
+    # Offered last, so undone first: state is on the device when it is put together.
+    on_cpu = keep_state_on_cpu("zero_partition", module, ctx) if offload == "optimizer" else ()
     found = layouts(module, ctx)
     axes = sharding_axes("zero_partition", module, found, ctx, axis)
     if stage > 1:
@@ -166,8 +177,8 @@ def zero_partition(
             "zero_partition", module, found, ctx, axes, shard_options, rebind=(optimizer,), units=units
         )
         if sharded is None:
-            return module, optimizer, ctx
-        return module, optimizer, ctx.offering(sharded, *step_in_parts(optimizer, ctx, by))
+            return module, optimizer, ctx.offering(*on_cpu)
+        return module, optimizer, ctx.offering(sharded, *step_in_parts(optimizer, ctx, by), *on_cpu)
     if units is not None:
         raise value_error(
             "zero_partition: units have no effect in stage 1",
@@ -190,20 +201,22 @@ def zero_partition(
     reduced = reduce_module(module, found, ctx, flat, options, facts, cut="state")
     ctx = ctx if reduced is None else ctx.offering(reduced)
     if ctx.on(flat).world_size == 1:
-        return module, optimizer, ctx
+        return module, optimizer, ctx.offering(*on_cpu)
     mesh, others = mesh_along(ctx, axes[-1:]), step_meshes(module, found, ctx, axes[-1:])
     sparse = bool(sparse_gradients(module))
-    return module, optimizer, ctx.offering(*step_in_parts(optimizer, ctx, by, mesh, others, sparse=sparse))
+    parts = step_in_parts(optimizer, ctx, by, mesh, others, sparse=sparse)
+    return module, optimizer, ctx.offering(*parts, *on_cpu)
 
 
 def _check_for_deepspeed_alone(stage: int, offload: Offload, config: object) -> None:
-    there = offload is None or (offload == "cpu" and stage > 1)
+    there = offload is None or offload == "optimizer" or (offload == "cpu" and stage > 1)
     given = [f"offload = {offload!r}"] * (not there) + [f"config = {config!r}"] * (config is not None)
     if given:
         raise value_error(
             f"zero_partition: engine='torch' does not support this in stage {stage}",
             found=listed(given),
-            expected="offload='cpu' in stages 2 and 3, where the whole shard lies on the CPU; else engine='deepspeed'",
+            expected="offload='optimizer', or 'cpu' in stages 2 and 3, where the whole shard lies on the CPU; else "
+            "engine='deepspeed'",
             fix="weft.zero_partition(model, optimizer, ctx, stage=2, offload='cpu')",
         )
 

@@ -14,7 +14,7 @@ import torch
 from weft import torch_internals
 from weft.engines.torch.compute.combined_optimizer import plain_step
 from weft.engines.torch.hooks.every_optimizer import parameters_of
-from weft.engines.torch.steps.swapped import after_closure, exchange_hooks, exchange_last
+from weft.engines.torch.steps.swapped import after_closure, exchange_hooks, exchange_last, numbers_of
 from weft.tensors.dtensor import local
 
 State = Callable[[Sequence[torch.Tensor]], None]  # does something with the state of parameters
@@ -39,6 +39,7 @@ class StepByParts:
         """
         self._ready, self._put_away, self._part_bytes = ready, put_away, part_bytes
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._moved: list[dict[str, Any]] | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -63,15 +64,19 @@ class StepByParts:
         for parameter, _ in live:
             parameter.grad = None
         self._hidden = live
+        # An optimizer may keep numbers in its groups that move in each step: they move once.
+        numbers = moved = numbers_of(optimizer)
         try:
             for part in self._parts(live):
                 parameters = [parameter for parameter, _ in part]
                 for parameter, gradient in part:
                     parameter.grad = gradient
                 self._ready(parameters)
+                self._set_numbers(optimizer, numbers)
                 for hook in before:
                     hook(optimizer, *given)
                 step(optimizer)
+                moved = numbers_of(optimizer)
                 for hook in after:
                     hook(optimizer, *given)
                 self._put_away(parameters)
@@ -80,9 +85,19 @@ class StepByParts:
         except BaseException:
             self._show_gradients()
             raise
+        self._set_numbers(optimizer, numbers)
+        self._moved = moved if live else None
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._show_gradients()
+        if self._moved is not None:
+            self._set_numbers(optimizer, self._moved)
+        self._moved = None
+
+    @staticmethod
+    def _set_numbers(optimizer: torch.optim.Optimizer, numbers: Sequence[dict[str, Any]]) -> None:
+        for entry, before in zip(optimizer.param_groups, numbers, strict=True):
+            entry.update(before)
 
     def _show_gradients(self) -> None:
         for parameter, gradient in self._hidden:

@@ -117,12 +117,12 @@ class SwappedStep(StepsOnOthers):
             entry.update(before)
             entry["params"] = list(parameters)
         self._step(optimizer)
-        self._moved = _numbers(optimizer)
+        self._moved = numbers_of(optimizer)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check_no_closure("step on whole parameters", (*args[1:], *kwargs.values()))
         groups = [entry["params"] for entry in optimizer.param_groups]
-        self._numbers, self._moved = _numbers(optimizer), []
+        self._numbers, self._moved = numbers_of(optimizer), []
         own = self._groups(optimizer)
         try:
             self._step_parts(optimizer, own)
@@ -145,7 +145,8 @@ class SwappedStep(StepsOnOthers):
                 entry.update(moved)
 
 
-def _numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def numbers_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What its groups hold besides parameters."""
     return [{key: value for key, value in entry.items() if key != "params"} for entry in optimizer.param_groups]
 
 
