@@ -59,6 +59,11 @@ def test_folders_of_others(tmp_path):
     with told("interop/torch_files.py", "holds more than tensors") as it:
         read(named, tmp_path / "out")
     follow(it, named)
+    shutil.copytree(named, tmp_path / "planted")
+    torch.save(Bomb(tmp_path / "exploded"), tmp_path / "planted" / "pytorch_model.bin")
+    with told("interop/torch_files.py", "holds more than tensors") as it:
+        read(tmp_path / "planted", tmp_path / "out")
+    assert it.fix == "ask who wrote it for a file of values alone"
     (named / "scheduler.bin").write_bytes(whole[:100])
     with told("interop/torch_files.py", "copy the folder anew") as it:
         read(named, tmp_path / "out")

@@ -69,7 +69,7 @@ def import_accelerate(
         weft.errors.CheckpointError: import_accelerate: nowhere is no whole checkpoint
           found:    no folder, or an empty one
           expected: model.safetensors, pytorch_model.bin, or the same of FSDP
-          fix:      weft.interop.import_accelerate(folder, out)  # folder as it was saved, whole; ...
+          fix:      weft.interop.import_accelerate(folder, out)  # folder as saved, whole; what it never had: skip=[...]
     """
     place = Path(folder)
     found = read_saved("import_accelerate", place, dict(like or {}), skip, _LAYOUT)

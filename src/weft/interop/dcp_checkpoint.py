@@ -75,11 +75,11 @@ def import_dcp(
     Example:
         >>> import tempfile, torch, warnings, weft
         >>> import torch.distributed.checkpoint as dcp
-        >>> model, folder = torch.nn.Linear(2, 2), tempfile.TemporaryDirectory()
-        >>> with warnings.catch_warnings():
+        >>> state = {"model": torch.nn.Linear(2, 2).state_dict()}
+        >>> with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         ...     warnings.simplefilter("ignore")  # that there is one process
-        ...     _ = dcp.save({"model": model.state_dict()}, checkpoint_id=folder.name + "/theirs", no_dist=True)
-        >>> found = weft.interop.import_dcp(folder.name + "/theirs", folder.name + "/run", step=7)
+        ...     _ = dcp.save(state, checkpoint_id=folder + "/theirs", no_dist=True)
+        ...     found = weft.interop.import_dcp(folder + "/theirs", folder + "/run", step=7)
         >>> found.path.name, found.objects
         ('step-00000007', ('model',))
     """

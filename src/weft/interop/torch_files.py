@@ -94,7 +94,9 @@ def values_alone(what: str, path: Path) -> Iterator[None]:
             f"{what}: {path} holds more than tensors and plain values, and was not opened any further",
             found=f"{found:.200}",
             expected="a file that torch.load(path, weights_only=True) reads: anything else may run any code",
-            fix=f'weft.interop.{what}(folder, out, skip=["{_object_of(path)}"])  # without what is in this file',
+            fix=f'weft.interop.{what}(folder, out, skip=["{_object_in(path)}"])  # without what is in this file'
+            if _object_in(path)
+            else "ask who wrote it for a file of values alone",
         ) from error
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, EOFError, OSError) as error:
         raise_if_unreadable(error)
@@ -116,11 +118,10 @@ def expect(holds: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def _object_of(path: Path) -> str:
-    """The name of the object in a file, as `skip` takes it."""
-    is_random = path.stem.startswith(("random_states", "rng_state"))
-    part = path.parent.name if path.suffix == ".distcp" or path.name == METADATA else path.stem
-    return "rng" if is_random else re.sub(r"_0$", "", re.sub(r"^pytorch_model(_fsdp)?", "model", part))
+def _object_in(path: Path) -> str:
+    """The name of the object in a file, if `skip` may leave it out."""
+    name = "rng" if path.stem.startswith(("random_states", "rng_state")) else path.stem
+    return "" if path.suffix == ".distcp" or name == METADATA or name.startswith("pytorch_model") else name
 
 
 def _of_numpy() -> list[Any]:
