@@ -67,7 +67,7 @@ class Words:
         self._length, self._inner, self._inside = length, shape[lead:], Block(offsets[lead:], sizes[lead:])
         self.columns = np.arange(start // per_word, (start + length) // per_word)
         places = np.indices(sizes[:lead]).reshape(lead, -1) + np.array(offsets[:lead])[:, None]
-        self.rows: np.ndarray[Any, Any] = np.ravel_multi_index(tuple(places), shape[:lead])  # type: ignore[assignment]
+        self.rows = np.asarray(np.ravel_multi_index(tuple(places), shape[:lead]))
 
     def of(self, block: torch.Tensor) -> torch.Tensor:
         """The words of a block, int64 [rows, words of a row]; in the memory of the block where that is possible."""
