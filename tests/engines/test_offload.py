@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import weft
+from tests.fix_lines.told import told
 from weft.engines.torch.fsdp.units import offload_policy
 from weft.testing import largest_difference, run_ranks
 
@@ -56,6 +57,37 @@ def test_on_an_accelerator_torch_keeps_the_shards_on_the_cpu():
     assert isinstance(offload_policy("cuda", offload=True), CPUOffloadPolicy)
     for device_type, offload in (("cuda", False), ("cpu", True)):
         assert not isinstance(offload_policy(device_type, offload=offload), CPUOffloadPolicy)
+
+
+def _state_alone(ctx, strategy):
+    model = _net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    if strategy == "fully_shard":
+        model, ctx = weft.fully_shard(model, ctx, rebind=optimizer, offload="optimizer")
+    elif strategy == "replicate":
+        model, ctx = weft.replicate(model, ctx, offload="optimizer")
+    else:
+        model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=int(strategy), offload="optimizer")
+    _steps(model, optimizer, ctx)
+    with weft.full_params(model, ctx):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def test_on_a_cpu_the_state_is_there_already():
+    plain = _net()
+    _steps(plain, torch.optim.AdamW(plain.parameters(), 1e-2), weft.local())
+    for strategy in ("fully_shard", "replicate", "1", "3"):
+        for parameters in (_state_alone(weft.local(), strategy), *run_ranks(_state_alone, 2, strategy)):
+            assert largest_difference(parameters, list(plain.parameters())) < 1e-12
+
+
+def test_deepspeed_has_an_offload_of_its_own():
+    model, ctx = _net(), weft.local()
+    with told("transforms/zero_partition.py", "torch\\'s") as it:
+        weft.zero_partition(
+            model, torch.optim.SGD(model.parameters()), ctx, stage=2, engine="deepspeed", offload="optimizer"
+        )
+    it.run(model=model, optimizer=torch.optim.SGD(model.parameters()), ctx=ctx)
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(1, "cpu"), (2, "/somewhere"), (3, {"optimizer": "cpu"})])

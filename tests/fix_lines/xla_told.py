@@ -63,6 +63,10 @@ def single_strategies():
             weft.step_in_backward(optimizer, later)
         model(weft.to_device(torch.ones(2, 4), ctx)).sum().backward()
         it.run(optimizer=optimizer)
+        with told("sharding/owner_step.py", 'offload="optimizer"') as it:
+            weft.replicate(Net(), ctx, offload="optimizer")
+        assert it.fix == "leave offload out of the call of replicate"
+        _trains(*weft.replicate(Net(), ctx))
         with told("transforms/state_in_bf16.py", "check_ranks_send") as it:
             weft.state_in_bf16(torch.optim.AdamW(model.parameters()), later)
         assert it.fix == "leave state_in_bf16 out"

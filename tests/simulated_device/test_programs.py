@@ -295,9 +295,9 @@ def _taken_back(ctx):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 6, device=ctx.device)).sum().backward()
     optimizer.step()
-    there = {value.device.type for state in optimizer.state.values() for key, value in state.items() if value.dim()}
+    there = {value.device.type for state in optimizer.state.values() for value in state.values() if value.dim()}
     model, ctx = weft.undo(model, ctx, rebind=optimizer)
-    back = {value.device.type for state in optimizer.state.values() for key, value in state.items() if value.dim()}
+    back = {value.device.type for state in optimizer.state.values() for value in state.values() if value.dim()}
     flat, ctx = weft.replicate(_model().to(ctx.device), ctx, offload="optimizer", flat=True)
     fused, ctx = weft.fuse_step(torch.optim.AdamW(flat.parameters()), ctx)
     flat(torch.ones(2, 6, device=ctx.device)).sum().backward()
