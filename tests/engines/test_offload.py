@@ -83,11 +83,10 @@ def test_on_a_cpu_the_state_is_there_already():
 
 def test_deepspeed_has_an_offload_of_its_own():
     model, ctx = _net(), weft.local()
-    with told("transforms/zero_partition.py", "torch\\'s") as it:
-        weft.zero_partition(
-            model, torch.optim.SGD(model.parameters()), ctx, stage=2, engine="deepspeed", offload="optimizer"
-        )
-    it.run(model=model, optimizer=torch.optim.SGD(model.parameters()), ctx=ctx)
+    optimizer = torch.optim.SGD(model.parameters())
+    with told("transforms/zero_partition.py", "with DeepSpeed, steps are made") as it:
+        weft.zero_partition(model, optimizer, ctx, stage=2, engine="deepspeed", offload="optimizer")
+    it.run(model=model, optimizer=optimizer, ctx=ctx)
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(1, "cpu"), (2, "/somewhere"), (3, {"optimizer": "cpu"})])

@@ -158,7 +158,7 @@ def hosts_start():
         with eval(it.fix) as ctx:
             assert ctx.world_size == 2 and ctx.engine.axes == (("data", 4),)
             optimizer = torch.optim.Adafactor(nn.Linear(4, 4).parameters())
-            with told("sharding/owner_step.py", "check_ranks_send") as it:
+            with told("sharding/owner_step.py", "send tensors to each other") as it:
                 weft.gather_step(optimizer, ctx, by="owner")
             it.run(optimizer=optimizer, ctx=ctx)
 
