@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, dropout
 import weft
 from weft.errors import ContractError
 from weft.grads import add_noise, grad_samples
-from weft.keyed_random.philox import normal_block
+from weft.keyed_random.elements import normal_block
 from weft.rng import mix
 from weft.tensors.blocks import whole
 from weft.testing import largest_difference, run_ranks
