@@ -118,7 +118,7 @@ def _continued(ctx, directory, strategies, names=("model", "optimizer", "schedul
 
 def _check(directory, strategies=("local",), ranks=1, **names):
     expected = _expected()
-    for found in run_ranks(_continued, ranks, str(directory), strategies, **names):
+    for found in run_ranks(_continued, ranks, str(directory), strategies, timeout_s=200, **names):
         for strategy, parameters in found.items():
             assert largest_difference(parameters, expected) <= 1e-6, strategy
 

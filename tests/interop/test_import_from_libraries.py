@@ -137,13 +137,13 @@ def _like(kind):
     [("gpt2", "safetensors"), ("groups", "bin"), ("gpt2", "SHARDED_STATE_DICT"), ("groups", "FULL_STATE_DICT")],
 )
 def test_a_run_of_accelerate_continues(kind, form, tmp_path):
-    theirs = run_ranks(_their_run, 2, kind, form, str(tmp_path / "theirs" / "3"))
+    theirs = run_ranks(_their_run, 2, kind, form, str(tmp_path / "theirs" / "3"), timeout_s=200)
     like = None if form.endswith("DICT") else _like(kind)  # FSDP names its parameters
     done = weft.interop.import_accelerate(tmp_path / "theirs" / "3", tmp_path / "run", like=like)
     assert (done.step, done.world_size, done.objects) == (3, 2, ("model", "optimizer", "scheduler"))
     expected = theirs[0][0]
     for ranks, strategy in ((1, "replicate"), (2, "replicate"), (2, "fully_shard")):
-        found = run_ranks(_continued, ranks, kind, str(tmp_path / "run"), strategy, 2)
+        found = run_ranks(_continued, ranks, kind, str(tmp_path / "run"), strategy, 2, timeout_s=200)
         assert found[0][0].keys() == expected.keys()
         assert largest_difference(list(found[0][0].values()), list(expected.values())) <= 1e-10, (ranks, strategy)
         assert ranks == 1 or [each[1] for each in found] == [each[1] for each in theirs]
@@ -203,11 +203,11 @@ def _continued_after_trainer(ctx, directory, strategy):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_of_the_trainer_continues(tmp_path):
-    (expected,) = run_ranks(_trained_by_trainer, 1, str(tmp_path / "theirs"))
+    (expected,) = run_ranks(_trained_by_trainer, 1, str(tmp_path / "theirs"), timeout_s=200)
     folder = tmp_path / "theirs" / "checkpoint-3"
     done = weft.interop.import_trainer(folder, tmp_path / "run", like={"model": _like("gpt2")["model"]})
     assert (done.step, done.world_size, done.objects) == (3, 1, ("model", "optimizer", "scheduler"))
     assert any("training_args.bin" in each for each in done.left)
     for ranks, strategy in ((1, "fully_shard"), (2, "replicate"), (2, "fully_shard")):
-        found = run_ranks(_continued_after_trainer, ranks, str(tmp_path / "run"), strategy)
+        found = run_ranks(_continued_after_trainer, ranks, str(tmp_path / "run"), strategy, timeout_s=200)
         assert largest_difference(list(found[0].values()), list(expected.values())) <= 1e-10, (ranks, strategy)

@@ -135,7 +135,7 @@ def _train(ctx, strategies):
 )
 def test_every_strategy_has_the_parameters_of_one_process(ranks, mesh, strategies):
     expected = _expected()
-    for found in run_ranks(_train, ranks, strategies, mesh=mesh):
+    for found in run_ranks(_train, ranks, strategies, mesh=mesh, timeout_s=200):
         for strategy in strategies:
             assert largest_difference(found[strategy], expected) < 1e-12, strategy
 
@@ -144,7 +144,7 @@ def test_every_strategy_has_the_parameters_of_one_process(ranks, mesh, strategie
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, {"tensor": 2}), (4, {"shard": 2, "tensor": 2})])
 def test_rows_that_lie_in_parts_have_one_mean(ranks, mesh):
     (expected,) = run_ranks(_train, 1, ["tensor"], mesh={"tensor": 1})
-    for found in run_ranks(_train, ranks, ["tensor"], mesh=mesh):
+    for found in run_ranks(_train, ranks, ["tensor"], mesh=mesh, timeout_s=200):
         assert largest_difference(found, expected) < 1e-12
 
 

@@ -107,7 +107,7 @@ MORE = ["replicate", "by owner", "rebind gather", "rebind by owner", "zero1 owne
 )
 def test_every_strategy_has_the_numbers_of_one_process(hows, ranks, tmp_path):
     expected = {table: by_hand(table_) for table, table_ in (("mixed", TABLE), ("on shards", ON_SHARDS))}
-    for found in run_ranks(trained, ranks, hows, tmp_path):
+    for found in run_ranks(trained, ranks, hows, tmp_path, timeout_s=200):
         for how, one in zip(hows, found, strict=True):
             assert largest_difference(one, expected["on shards" if how == "sharded" else "mixed"]) < 1e-14, how
 

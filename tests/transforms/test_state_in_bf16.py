@@ -70,7 +70,7 @@ FAST, MORE = ["replicate", "fully_shard", "zero1"], ["flat", "zero2", "zero3"]
 def test_every_strategy_rounds_as_one_process_also_resumed_and_part_by_part(ranks, hows, tmp_path):
     expected = train(weft.local(), "plain", save=tmp_path)
     for options in ({}, {"restore": tmp_path}, {"part_bytes": 3000}):
-        for found in run_ranks(trained, ranks, hows, **options):
+        for found in run_ranks(trained, ranks, hows, timeout_s=200, **options):
             assert [largest_difference(one, expected) < 1e-14 for one in found] == [True] * len(hows), options
 
 
