@@ -53,8 +53,8 @@ def test_all_is_well_here(tmp_path):
 @pytest.mark.slow
 def test_a_broken_network_is_named_soon():
     begin = time.monotonic()
-    done = _doctor(GLOO_SOCKET_IFNAME="no_such_interface")
-    assert time.monotonic() - begin < 30
+    done = _doctor("--limit-s", "120", GLOO_SOCKET_IFNAME="no_such_interface")
+    assert time.monotonic() - begin < 150
     assert done.returncode == 1 and "weft doctor: something is wrong" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert line.startswith("FAIL  all-reduce") and "no_such_interface" in line
