@@ -7,7 +7,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import weft
 from tests.fix_lines.told import told
+from tests.transforms.test_gather_step import Counts
+from weft.engines.torch.compute.step_by_parts import AroundPart, StepByParts, step_by_parts
 from weft.engines.torch.fsdp.units import offload_policy
+from weft.engines.torch.steps.swapped import step_hooks
 from weft.testing import largest_difference, run_ranks
 
 
@@ -79,6 +82,33 @@ def test_on_a_cpu_the_state_is_there_already():
     for strategy in ("fully_shard", "replicate", "1", "3"):
         for parameters in (_state_alone(weft.local(), strategy), *run_ranks(_state_alone, 2, strategy)):
             assert largest_difference(parameters, list(plain.parameters())) < 1e-12
+
+
+def test_a_step_part_by_part_is_one_step():
+    plain, parted = _net(), _net()
+    one, other = Counts(list(plain.parameters())), Counts(list(parted.parameters()))
+    calls = []
+
+    def around(name, part_bytes):
+        return AroundPart(lambda _: calls.append(f"{name} ready"), lambda _: calls.append(f"{name} away"), part_bytes)
+
+    end_inner = step_by_parts(other, around("inner", 10**9))
+    end_outer = step_by_parts(other, around("outer", 1))
+    seen = []
+    other.register_step_pre_hook(lambda *_: seen.append("before"))
+    other.register_step_post_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["count"]))
+    _steps(plain, one, weft.local())
+    _steps(parted, other, weft.local())
+    assert largest_difference(list(plain.parameters()), list(parted.parameters())) == 0
+    assert seen == ["before", 1, "before", 2, "before", 3, "before", 4]  # its number moves once a step
+    assert calls[:4] == ["outer ready", "inner ready", "inner away", "outer away"]
+    assert len(calls) == 4 * 4 * len(list(plain.parameters()))
+    end_outer()
+    calls.clear()
+    _steps(parted, other, weft.local())
+    assert calls == ["inner ready", "inner away"] * 4
+    end_inner()
+    assert not any(isinstance(hook, StepByParts) for hook in step_hooks(other))
 
 
 def test_deepspeed_has_an_offload_of_its_own():

@@ -239,7 +239,7 @@ def test_state_leaves_the_device_and_comes_back(strategy):
         assert all(map(torch.equal, found, wanted))
 
 
-def _with_state_on_cpu(ctx, strategy, offload, folder=None):
+def _with_state_on_cpu(ctx, strategy, offload, folder=None, *, narrow=False):
     """Four steps, the last two from a checkpoint if there is a folder; and where the state lies after each."""
 
     def made():
@@ -253,6 +253,8 @@ def _with_state_on_cpu(ctx, strategy, offload, folder=None):
         if strategy.startswith("zero"):
             stage = int(strategy[-1])
             model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=stage, offload=offload)
+        if narrow:
+            optimizer, ctx = weft.state_in_bf16(optimizer, ctx)
         state, ctx = weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)
         return model, optimizer, state
 
@@ -273,18 +275,20 @@ def _with_state_on_cpu(ctx, strategy, offload, folder=None):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "offload"),
+    ("strategy", "offload", "narrow"),
     [
-        ("fully_shard", True),
-        ("replicate", "optimizer"),
-        *slow_cases(("fully_shard", "optimizer"), ("zero 1", "optimizer"), ("zero 2", "optimizer")),
-        *slow_cases(("zero 3", "optimizer"), ("zero 3", "cpu")),
+        ("fully_shard", True, False),
+        ("replicate", "optimizer", False),
+        ("fully_shard", "optimizer", True),
+        *slow_cases(("fully_shard", "optimizer", False), ("zero 1", "optimizer", True), ("zero 1", "optimizer", False)),
+        *slow_cases(("zero 2", "optimizer", False), ("zero 3", "optimizer", False), ("zero 3", "cpu", True)),
     ],
 )
-def test_state_on_the_cpu_gives_the_same_bits_also_in_checkpoints(strategy, offload, tmp_path):
-    expected = on_ranks(_with_state_on_cpu, 2, strategy, None)
+def test_state_on_the_cpu_gives_the_same_bits_also_in_checkpoints(strategy, offload, narrow, tmp_path):
+    expected = on_ranks(_with_state_on_cpu, 2, strategy, None, narrow=narrow)
     for folder in (None, tmp_path):
-        for found, wanted in zip(on_ranks(_with_state_on_cpu, 2, strategy, offload, folder), expected, strict=True):
+        of_ranks = on_ranks(_with_state_on_cpu, 2, strategy, offload, folder, narrow=narrow)
+        for found, wanted in zip(of_ranks, expected, strict=True):
             assert found[2] == {"cpu"} and wanted[2] == {"sim"}
             assert all(map(torch.equal, found[0], wanted[0]))
             assert all(map(torch.equal, found[1], wanted[1]))

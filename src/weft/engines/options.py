@@ -24,7 +24,8 @@ Compress = Callable[[dist.ProcessGroup, dist.GradBucket], torch.futures.Future[t
 Place = str | os.PathLike[str]
 # By parameter: over which mesh the rows of what a rank holds are cut, if they are, and which has cut the parameter.
 StepMeshes = Mapping[nn.Parameter, tuple[DeviceMesh | None, DeviceMesh | None]]
-Offload = Place | Mapping[Literal["optimizer", "parameters"], Place] | None  # "cpu" or a directory; where state lies
+# Where state lies: "cpu" or a directory. With torch also "optimizer": that of the optimizer alone, on the CPU.
+Offload = Place | Mapping[Literal["optimizer", "parameters"], Place] | None
 
 
 class Reduction(NamedTuple):

@@ -23,7 +23,8 @@ def gather_step(optimizer: O, ctx: DistContext, *, by: Literal["all", "owner"] =
     parameter and its gradient are gathered on every rank, stepped as in one process, and sharded again. State with the
     parameter's shape is kept in shards; other state is kept whole. Torch's optimizers of single elements (SGD, Adam,
     AdamW, ...) step on the shards, as plain tensors and without communication, and do so without this transform, too.
-    Where nothing is sharded, an optimizer of the first kind steps parameter by parameter.
+    Where nothing is sharded, an optimizer of the first kind steps parameter by parameter. Of what `optimizers` has made
+    one, each group is treated by its own kind.
 
     With `by="owner"` each parameter is made whole on one rank only, which steps on it: N ranks do
     1/N of the work each, and keep 1/N of the state, of any shape. Owners are chosen by the work, the

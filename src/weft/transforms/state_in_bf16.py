@@ -13,7 +13,7 @@ from weft.context import DistContext
 from weft.context.placement import check_ranks_send
 from weft.contract import KeepsParameters, Part, Phase, offered, transform
 from weft.engines.torch.compute.combined_optimizer import kinds_of
-from weft.engines.torch.compute.step_by_parts import StepByParts
+from weft.engines.torch.compute.step_by_parts import AroundPart, step_by_parts
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.reducing.flat_step import FlatStep
 from weft.engines.torch.steps.in_backward import check_has_gradients
@@ -119,7 +119,7 @@ class Bf16State:
         self._optimizer, self._seed, self._steps = weakref.ref(optimizer), seed, 0
         self._modules = [weakref.ref(module) for module in known_modules(ctx)]
         self._names: dict[int, str | None] = {}
-        self._by_parts = StepByParts(optimizer, self._widen, self._round, _PART_BYTES)
+        self._end = step_by_parts(optimizer, AroundPart(self._widen, self._round, _PART_BYTES))
         self._handles = [
             optimizer.register_step_post_hook(self._count),
             optimizer.register_load_state_dict_post_hook(self._take_state),
@@ -128,7 +128,7 @@ class Bf16State:
 
     def undo(self) -> None:
         """Take the hooks off; the state is in the dtype of the parameters again."""
-        self._by_parts.undo()
+        self._end()
         for handle in self._handles:
             handle.remove()
         optimizer = self._optimizer()

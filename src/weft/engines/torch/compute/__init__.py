@@ -1,4 +1,4 @@
-"""How a module computes, and what is computed from its parameters and gradients.
+"""How a module computes, what is computed from its parameters and gradients, and optimizers that step in other ways.
 
 activation_checkpoint.py  activations computed again in backward
 compile_module.py         torch.compile in place

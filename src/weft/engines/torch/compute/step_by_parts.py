@@ -7,18 +7,52 @@ that of one part at a time is there in both forms.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from weft import torch_internals
 from weft.engines.torch.compute.combined_optimizer import plain_step
 from weft.engines.torch.hooks.every_optimizer import parameters_of
-from weft.engines.torch.steps.swapped import after_closure, exchange_hooks, exchange_last, numbers_of
+from weft.engines.torch.steps.swapped import (
+    after_closure,
+    exchange_hooks,
+    exchange_last,
+    numbers_of,
+    step_hooks,
+)
 from weft.tensors.dtensor import local
 
-State = Callable[[Sequence[torch.Tensor]], None]  # does something with the state of parameters
 _Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class AroundPart(NamedTuple):
+    """What is done around the step on a part, with state as it is between steps: in shards where parameters are.
+
+    Attributes:
+        ready: Called with the parameters before the step.
+        put_away: Called with them after it.
+        part_bytes: Of the parameters of a part, where they are not larger.
+    """
+
+    ready: Callable[[Sequence[torch.Tensor]], None]
+    put_away: Callable[[Sequence[torch.Tensor]], None]
+    part_bytes: int
+
+
+def step_by_parts(optimizer: torch.optim.Optimizer, around: AroundPart) -> Callable[[], None]:
+    """Let an optimizer, one that updates each parameter by itself, step on a part after the other.
+
+    What was added last is the outermost: it makes state ready first, and puts it away last.
+
+    Returns:
+        What ends it.
+    """
+    found = next((one for one in step_hooks(optimizer) if isinstance(one, StepByParts)), None)
+    steps = StepByParts(optimizer) if found is None else found
+    steps.around.append(around)
+    return partial(steps.end, around)
 
 
 class StepByParts:
@@ -26,18 +60,13 @@ class StepByParts:
 
     They come right before the hooks that exchange what its groups hold, which they call for each part, and after all
     others: those see one step.
+
+    Attributes:
+        around: What is done around the step on each part, the innermost first.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, ready: State, put_away: State, part_bytes: int) -> None:
-        """Hang them on.
-
-        Args:
-            optimizer: One that updates each parameter by itself.
-            ready: Called with the parameters of a part before the step on them, and
-            put_away: after it; both find the state as it is between steps, in shards where parameters are.
-            part_bytes: Of the parameters of a part, where they are not larger.
-        """
-        self._ready, self._put_away, self._part_bytes = ready, put_away, part_bytes
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.around: list[AroundPart] = []
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._moved: list[dict[str, Any]] | None = None
         self._handles = [
@@ -48,15 +77,16 @@ class StepByParts:
         torch_internals.STEP_POST_HOOKS.of(optimizer).move_to_end(self._handles[1].id, last=False)
         exchange_last(optimizer)
 
-    def undo(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
+    def end(self, around: AroundPart) -> None:
+        """Do something no more; without anything to do, the hooks are taken off."""
+        self.around = [one for one in self.around if one is not around]
+        for handle in () if self.around else self._handles:
             handle.remove()
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return after_closure(args, kwargs, lambda: self.step_in_parts(optimizer))
+        return after_closure(args, kwargs, lambda: self.step_part_by_part(optimizer))
 
-    def step_in_parts(self, optimizer: torch.optim.Optimizer) -> None:
+    def step_part_by_part(self, optimizer: torch.optim.Optimizer) -> None:
         """Step on everything that has a gradient; the optimizer's own step, which comes then, finds none."""
         step, given = plain_step(optimizer), ((optimizer,), dict[str, Any]())
         before, after = exchange_hooks(optimizer)
@@ -71,15 +101,17 @@ class StepByParts:
                 parameters = [parameter for parameter, _ in part]
                 for parameter, gradient in part:
                     parameter.grad = gradient
-                self._ready(parameters)
+                for one in reversed(self.around):
+                    one.ready(parameters)
                 self._set_numbers(optimizer, numbers)
                 for hook in before:
                     hook(optimizer, *given)
                 step(optimizer)
-                moved = numbers_of(optimizer)
                 for hook in after:
                     hook(optimizer, *given)
-                self._put_away(parameters)
+                moved = numbers_of(optimizer)
+                for one in self.around:
+                    one.put_away(parameters)
                 for parameter in parameters:
                     parameter.grad = None
         except BaseException:
@@ -105,11 +137,12 @@ class StepByParts:
         self._hidden = []
 
     def _parts(self, live: Sequence[_Pair]) -> Iterator[list[_Pair]]:
+        most = min(one.part_bytes for one in self.around)
         part: list[_Pair] = []
         filled = 0
         for one in live:
             size = local(one[0]).nbytes
-            if part and filled + size > self._part_bytes:
+            if part and filled + size > most:
                 yield part
                 part, filled = [], 0
             part.append(one)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from weft.engines.torch.compute.step_by_parts import StepByParts
+from weft.engines.torch.compute.step_by_parts import AroundPart, step_by_parts
 from weft.engines.torch.hooks.every_optimizer import before_every_step, parameters_of
 from weft.engines.torch.reducing.flat_step import FlatStep
 from weft.engines.torch.steps.in_backward import check_has_gradients
@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 class _Hooks(NamedTuple):
     """On one optimizer."""
 
-    by_parts: StepByParts
+    end: Callable[[], None]
     loaded: RemovableHandle
 
 
@@ -51,7 +51,7 @@ class StateOffload:
         """Let optimizers keep their state on the device."""
         self._every.release()
         for optimizer, hooks in list(self._hooks.items()):
-            hooks.by_parts.undo()
+            hooks.end()
             hooks.loaded.remove()
             _move(optimizer, parameters_of(optimizer), self._device)
         self._hooks.clear()
@@ -73,10 +73,11 @@ class StateOffload:
                 expected="an optimizer that updates each parameter by itself",
                 fix=f'leave offload="optimizer" out of the call of {self._what}',
             )
-        put_away = partial(_move, optimizer, device=_CPU)
+        around = AroundPart(
+            partial(_move, optimizer, device=self._device), partial(_move, optimizer, device=_CPU), _PART_BYTES
+        )
         loaded = optimizer.register_load_state_dict_post_hook(lambda one: _move(one, parameters_of(one), _CPU))
-        by_parts = StepByParts(optimizer, partial(_move, optimizer, device=self._device), put_away, _PART_BYTES)
-        self._hooks[optimizer] = _Hooks(by_parts, loaded)
+        self._hooks[optimizer] = _Hooks(step_by_parts(optimizer, around), loaded)
 
 
 @torch.no_grad()

@@ -18,10 +18,12 @@ state_layout.py  where state lies between steps
    reduces what is pending, and compares settings.
 2. skip: `SkippingStep`, whose transform comes before strategies.
 3. chain: `GradChain` of weft.grads, which moves the next ones behind itself.
-4. swap: `StepsOnOthers` of a strategy, of which there is one; `step_on_one_kind` moves its own behind all others.
-5. the step of the class.
-6. put back: the same hooks; those of the program that come after see an optimizer as it is between steps.
-7. exchange: `LocalSteps` moves itself behind all others.
+4. parts: `StepByParts` of compute/step_by_parts.py, which makes steps 5 to 7 for a few parameters after the other.
+5. swap: `StepsOnOthers` of a strategy, of which there is one, or two that step on different groups; `step_on_one_kind`
+   moves its own behind all others.
+6. the step of the class.
+7. put back: the same hooks; those of the program that come after see an optimizer as it is between steps.
+8. exchange: `LocalSteps` moves itself behind all others.
 
 Tested by: tests/transforms, tests/training/test_one_kind.py, tests/training/test_step_hooks.py,
     tests/engines/test_owner_step.py

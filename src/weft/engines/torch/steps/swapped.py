@@ -156,17 +156,17 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 @runtime_checkable
-class StepsInParts(Protocol):
-    """What steps on a few parameters after the other, by the hooks that exchange tensors."""
+class StepsPartByPart(Protocol):
+    """What steps on a few parameters after the other, and calls the hooks that exchange tensors itself."""
 
-    def step_in_parts(self, optimizer: torch.optim.Optimizer) -> None:
+    def step_part_by_part(self, optimizer: torch.optim.Optimizer) -> None:
         """Step on everything that has a gradient."""
 
 
 def exchange_last(optimizer: torch.optim.Optimizer) -> None:
     """Let hooks that exchange tensors come after all others that run before a step: those see what it holds else."""
     hooks = torch_internals.STEP_PRE_HOOKS.of(optimizer)
-    for kind in (StepsInParts, StepsOnOthers):
+    for kind in (StepsPartByPart, StepsOnOthers):
         for key in [key for key, one in hooks.items() if isinstance(getattr(one, "__self__", None), kind)]:
             hooks.move_to_end(key)
 
