@@ -116,7 +116,7 @@ def test_who_ends_the_script_keeps_what_it_had(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_dry_run_passes(tmp_path):
     environment = {**os.environ, "OUT": str(tmp_path)}
     done = subprocess.run(
