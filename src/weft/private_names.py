@@ -1,17 +1,19 @@
 """Names of other libraries that are not public: looked up when they are first needed, and one error when one is gone.
 
 A library's names stand in one file: `weft.torch_internals`, `weft.engines.deepspeed.internals`,
-`weft.engines.xla.internals`. A `Private` is in a module or a class, an `Attribute` on the objects of a class.
+`weft.engines.xla.internals`. A `Private` is in a module or a class, an `Attribute` on the objects of a class. What is
+exchanged for a while, there or elsewhere, is `replaced`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -239,3 +241,19 @@ def _codes(value: Any) -> list[types.CodeType]:
     function = getattr(value, "__func__", getattr(value, "fget", value))
     code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
     return [] if code is None else [code, *(one for one in code.co_consts if isinstance(one, types.CodeType))]
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **functions: Any) -> Iterator[None]:
+    """Let attributes of a module, class or object be others inside, also those that are inherited or not there."""
+    before = {name: vars(owner)[name] for name in functions if name in vars(owner)}
+    for name, function in functions.items():
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for name in functions:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)

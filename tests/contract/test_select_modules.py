@@ -122,7 +122,7 @@ def test_what_chooses_no_modules_is_refused(chosen):
 
 
 def test_size_of_parameters_without_shape_is_refused():
-    with pytest.raises(ValueError, match=r"found:    2 parameter\(s\) of lazy modules\n.*\n  fix:      model\("):
+    with pytest.raises(ValueError, match=r"have no shape yet\n  found:    0.weight, 0.bias\n.*\n  fix:      model\("):
         select("f", nn.Sequential(nn.LazyLinear(3)), 4)
 
 

@@ -30,7 +30,7 @@ def test_a_transform_is_called_wrongly():
     with told("contract/transform.py", "{name}: {problem}") as it:
         weft.with_precision(model, ctx, polcy="bf16")
     it.run(module=model, ctx=ctx, policy="bf16")
-    with told("contract/transform.py", "is not a context") as it:
+    with told("contract/transform.py", "check_context(name") as it:
         weft.accumulate_grads(net(), [torch.ones(2, 4)] * 4, None, steps=2)
     found = it.run(modules=net(), loader=[torch.ones(2, 4)] * 4, ctx=ctx)
     assert len(next(iter(found["loader"]))) == 2
@@ -96,7 +96,7 @@ def test_transforms_are_combined_wrongly():
 def test_the_context_of_a_transform_is_dropped():
     ctx, loader = weft.local(), [torch.ones(2, 4)] * 4
     model, _ = weft.with_precision(net(), ctx, "bf16")
-    with told("contract/transform.py", "the context does not know") as it:
+    with told("contract/marks.py", "the context does not know") as it:
         weft.accumulate_grads(model, loader, ctx, steps=2)
     assert it.fix == "module, ctx = weft.with_precision(module, ctx, policy='bf16')  # pass this ctx on"
     found = it.run(module=net(), ctx=ctx)
@@ -159,7 +159,7 @@ def test_parts_are_chosen_wrongly():
         weft.recompute(model := nn.Linear(4, 4), ctx, blocks=nn.Linear)
     assert it.fix == "the module itself"
     weft.recompute(model, ctx, blocks=model)
-    with told("contract/select_modules.py", "parts cannot be chosen by size") as it:
+    with told("checks.py", "have no shape yet") as it:
         weft.recompute(model := Blocks(lambda: nn.LazyLinear(4)), ctx, blocks=10)
     it.run(model=model, example_batch=torch.ones(2, 4))
     weft.recompute(model, ctx, blocks=10)

@@ -214,10 +214,10 @@ def test_values_that_are_written(folder):
 
 def test_estimates():
     found = estimate(nn.Linear(4, 4))
-    with told("rehearsal/estimate.py", "Estimate.training: ranks =") as it:
+    with told("rehearsal/estimate.py", "check_count('Estimate.training'") as it:
         found.training(ranks=0)
     assert found.training(ranks=it.run()["ranks"]).total
     for name in ("optimizer", "dtype", "strategy"):
-        with told("rehearsal/estimate.py", "Estimate: {what} = {value!r} is not known") as it:
+        with told("rehearsal/estimate.py", "check_choice('Estimate'") as it:
             found.training(**{name: "some"})
         assert found.training(**{name: it.run()[name]}).total

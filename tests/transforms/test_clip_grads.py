@@ -700,7 +700,7 @@ def test_a_skipped_step_of_a_fused_optimizer():
             ValueError,
             r"exclude each other\n  found:    max_norm=1.0, max_value=2.0",
         ),
-        ({"nonfinite": "ignore"}, ValueError, "expected: 'raise' or 'skip' or 'zero', or None"),
+        ({"nonfinite": "ignore"}, ValueError, "expected: 'raise', 'skip', 'zero' or None"),
     ],
     ids=str,
 )

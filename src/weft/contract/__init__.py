@@ -47,7 +47,6 @@ from weft.contract.protocols import (
     Chooses,
     ComputesAlone,
     EndsBackward,
-    GradSync,
     KeepsOrder,
     KeepsParameters,
     Layout,
@@ -64,7 +63,7 @@ from weft.contract.protocols import (
 from weft.contract.rules import Part, Phase
 from weft.contract.transform import compose, transform
 from weft.engines.probes import Probe
-from weft.engines.results import Undoable
+from weft.engines.results import GradSync, Undoable
 
 __all__ = [
     "Chooses",

@@ -47,7 +47,7 @@ def layouts(module: nn.Module, ctx: DistContext) -> dict[str, Layout]:
     names = [name for name, _ in module.named_parameters()]
     given = _placed(module)
     return {
-        name: _layout(name, parameter, ctx, default, given.get(name, ()))
+        name: _layout(parameter, ctx, default, given.get(name, ()))
         for name, parameter in zip(names, resting_parameters(module), strict=True)
     }
 
@@ -207,9 +207,7 @@ def _offers(module: nn.Module) -> list[tuple[str, torch.Tensor, Layout]]:
         _walked.reset(token)
 
 
-def _layout(
-    name: str, parameter: torch.Tensor, ctx: DistContext, default: tuple[str, ...], given: Iterable[Layout]
-) -> Layout:
+def _layout(parameter: torch.Tensor, ctx: DistContext, default: tuple[str, ...], given: Iterable[Layout]) -> Layout:
     given = list(given)
     cut = {axis for layout in given for axis in layout.cut}
     mesh: tuple[tuple[str, ...], ...] = ()

@@ -112,7 +112,7 @@ def forget(obj: object, ctx: DistContext, names: Collection[str] | None = None) 
     return replace(ctx, applied=tuple(r for r in ctx.applied if not any(r is one for one in dropped)))
 
 
-def check_known(obj: object, ctx: DistContext, names: Collection[str] | None = None) -> None:
+def check_known(obj: object, ctx: DistContext, names: Collection[str] | None = None, *, what: str = "") -> None:
     """Check that a context knows what was done to an object; see `forget`.
 
     Changes: nothing. Collectives: none.
@@ -121,6 +121,7 @@ def check_known(obj: object, ctx: DistContext, names: Collection[str] | None = N
         obj: What transforms were applied to.
         ctx: The context that should know them.
         names: Only these transforms; default: all.
+        what: Name of the function that asks, for the text.
 
     Raises:
         StaleContext: It does not know one of them.
@@ -133,8 +134,9 @@ def check_known(obj: object, ctx: DistContext, names: Collection[str] | None = N
     missing = [mark for mark in marks if not any(known is mark.record for known in ctx.applied)]
     if missing:
         raise StaleContext(
-            f"the context does not know what was done to this {type(obj).__name__}",
-            found=f"missing in ctx.applied: {listed(mark.rules.name for mark in missing)}",
+            f"{what}{': ' * bool(what)}the context does not know what was done to this {type(obj).__name__}",
+            found=f"applied to the object: {listed(mark.rules.name for mark in marks)}; not in ctx.applied: "
+            f"{listed(mark.rules.name for mark in missing)}",
             expected="the context that the last transform returned",
             fix=f"{missing[-1].line}  # pass this ctx on",
         )

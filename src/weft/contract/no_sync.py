@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
 from weft.checks import check_module
 from weft.context import DistContext
 from weft.contract.marks import applied_to, offered
-from weft.contract.protocols import GradSync
+from weft.engines.results import GradSync
 from weft.errors import ContractError
 
 
@@ -59,8 +59,7 @@ def no_sync(module: nn.Module, ctx: DistContext, *, enabled: bool = True) -> Ite
             expected="windows, or no_sync without accumulate_grads",
             fix="for window in loader:\n    for batch in window: ...  # without no_sync",
         )
-    parts = [sync for part in module.modules() for sync in offered(part, GradSync)] if enabled else []
-    syncs = list({id(sync): sync for sync in parts}.values())
+    syncs = grad_syncs([module]) if enabled else []
     for sync in syncs:
         sync.begin_window()
     try:
@@ -68,3 +67,9 @@ def no_sync(module: nn.Module, ctx: DistContext, *, enabled: bool = True) -> Ite
     finally:
         for sync in syncs:
             sync.end_window(left=True)
+
+
+def grad_syncs(modules: Iterable[nn.Module]) -> list[GradSync]:
+    """What decides when gradients of these modules, and of their parts, are exchanged; each once."""
+    found = [sync for module in modules for part in module.modules() for sync in offered(part, GradSync)]
+    return list({id(sync): sync for sync in found}.values())

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from torch import nn
 
+from weft.checks import check_not_lazy
 from weft.errors import listed, type_error, value_error
 
 Choice: TypeAlias = type[nn.Module] | str | int | Callable[[str, nn.Module], bool] | nn.Module
@@ -147,7 +148,8 @@ def _matches(what: str, module: nn.Module, choice: Any) -> list[nn.Module]:
     if isinstance(choice, type) and issubclass(choice, nn.Module):
         return [part for _, part in inner if isinstance(part, choice)]
     if isinstance(choice, int) and not isinstance(choice, bool) and choice > 0:
-        return _smallest(what, [part for _, part in inner], choice)
+        check_not_lazy(what, module)  # parameters without a shape have no size
+        return _smallest([part for _, part in inner], choice)
     if not isinstance(choice, type) and callable(choice):
         return [part for name, part in inner if choice(name, part)]
     raise type_error(
@@ -178,15 +180,7 @@ def _fits(parts: list[str], pattern: list[str]) -> bool:
     return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
 
 
-def _smallest(what: str, parts: list[nn.Module], least: int) -> list[nn.Module]:
-    lazy = [p for part in parts for p in part.parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise value_error(
-            f"{what}: parts cannot be chosen by size, as parameters have no shape yet",
-            found=f"{len(lazy)} parameter(s) of lazy modules",
-            expected="a module that has been called once (lazy modules get their shapes then)",
-            fix=f"model(example_batch)  # before {what}",
-        )
+def _smallest(parts: list[nn.Module], least: int) -> list[nn.Module]:
     large = [part for part in parts if has_forward(part) and sum(p.numel() for p in part.parameters()) >= least]
     ids = set(map(id, large))
     return [part for part in large if not any(id(p) in ids for p in part.modules() if p is not part)]

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from weft.context import Applied, DistContext
-from weft.contract.marks import MARKS, Mark, Marks, marks_of
+from weft.contract.marks import MARKS, Mark, Marks, check_known, marks_of
 from weft.contract.protocols import Chooses
 from weft.contract.rules import Part, Phase, Rules
 from weft.engines.probes import Probe
-from weft.errors import AlreadyApplied, NameChanged, OrderError, StaleContext, listed, type_error
+from weft.errors import AlreadyApplied, NameChanged, OrderError, listed, type_error
 from weft.peers.agreement import disagree
 from weft.peers.ledger import Ledger
 from weft.peers.world import GroupHolder
@@ -171,15 +171,20 @@ def _split(
     ctx = arguments["ctx"]
     for key in (*given, "ctx"):
         _check_unpacked(name, arguments[key])
-    if not isinstance(ctx, DistContext):
-        raise type_error(
-            f"{name}: ctx = {ctx!r} is not a context",
-            found=type(ctx).__name__,
-            expected="the DistContext that weft.start() or the transform before returned",
-            fix=f"{line}  # with the ctx of weft.start()",
-        )
+    check_context(name, ctx, fix=f"{line}  # with the ctx of weft.start()")
     options = {key: value for key, value in arguments.items() if key != "ctx" and key not in given}
     return ctx, _objects([arguments[key] for key in given]), options
+
+
+def check_context(what: str, ctx: object, *, fix: str) -> None:
+    """Raise a `TypeError` if this is not a context; `fix` is a line to write instead."""
+    if not isinstance(ctx, DistContext):
+        raise type_error(
+            f"{what}: ctx = {ctx!r} is not a context",
+            found=type(ctx).__name__,
+            expected="the DistContext that weft.start() or the transform before returned",
+            fix=fix,
+        )
 
 
 def _check_unpacked(name: str, value: Any) -> None:
@@ -236,14 +241,7 @@ def _check(rules: Rules, obj: object, ctx: DistContext) -> None:
                 expected=f"{rules.name}, then {other.name}",
                 fix=f"move the call of {rules.name} before that of {other.name}",
             )
-    missing = [mark for mark in marks if not any(known is mark.record for known in ctx.applied)]
-    if missing:
-        raise StaleContext(
-            f"{rules.name}: the context does not know what was done to this {kind}",
-            found=f"applied to the object: {listed(done)}; not in ctx.applied: {listed(m.rules.name for m in missing)}",
-            expected="the context that the last transform returned",
-            fix=f"{missing[-1].line}  # pass this ctx on",
-        )
+    check_known(obj, ctx, what=rules.name)
 
 
 def _results(name: str, given: Sequence[str], result: object) -> tuple[Any, ...]:

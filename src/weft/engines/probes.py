@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+Args = tuple[Any, ...]  # of a call: by position
+Kwargs = Mapping[str, Any]  # and by name
 ProbeMode = Literal["auto", "every", "off"]
 PROBE_MODES: tuple[ProbeMode, ...] = get_args(ProbeMode)
 _OFTEN = 1024  # calls are probed at each power of two up to it, and then at each multiple of it
@@ -67,17 +69,15 @@ class Probe(Protocol):
     cause: str
     fix: str
 
-    def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def equal_inputs(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         """What has to be equal on the ranks of the group before a unit computes with it: a nested value."""
         ...
 
-    def alone(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def alone(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         """What one process would return for a call of a unit."""
         ...
 
-    def measure(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
-    ) -> Iterable[Compared]:
+    def measure(self, name: str, args: Args, kwargs: Kwargs, *, gradients: bool) -> Iterable[Compared]:
         """Compute as the ranks do together, and as one process would; on all ranks of the group.
 
         Args:

@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from weft import torch_internals
 from weft.errors import ContextError
-from weft.tensors.nested import map_tensors
+from weft.tensors.nested import map_tensors, tensors
 
 BACKEND = "pretended_gloo"  # what depends on gloo, such as exchanges between pairs, is as on gloo
 Note = Callable[[str, "PretendedGroup", int], None]
@@ -158,8 +158,7 @@ class PretendedGroup(_Group):  # type: ignore[misc]
         return self._done("reduce", tensors, tensors)
 
     def _allgather_base(self, output: Any, given: Any, opts: Any = None) -> dist.Work:
-        _put_copies(output, given, self.size())
-        return self._done("all_gather", [output], [output])
+        return self.allgather_into_tensor_coalesced([output], [given])
 
     all_gather_single = _allgather_base
 
@@ -177,8 +176,7 @@ class PretendedGroup(_Group):  # type: ignore[misc]
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def _reduce_scatter_base(self, output: Any, given: Any, opts: Any = None) -> dist.Work:
-        self._put_sum(output, given, opts)
-        return self._done("reduce_scatter", [given], [output])
+        return self.reduce_scatter_tensor_coalesced([output], [given], opts)
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -190,7 +188,9 @@ class PretendedGroup(_Group):  # type: ignore[misc]
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, given: Any, opts: Any = None) -> dist.Work:
         for output, mine in zip(outputs, given, strict=True):
-            self._put_sum(output, mine, opts)
+            if _has_values(output):
+                _put(output, mine.view(self.size(), *output.shape)[self.rank()])
+                self._reduced(output, opts)
         return self._done("reduce_scatter", given, outputs)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
@@ -244,13 +244,8 @@ class PretendedGroup(_Group):  # type: ignore[misc]
             with torch.no_grad():
                 tensor.mul_(self.size())
 
-    def _put_sum(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> None:
-        if _has_values(output):
-            _put(output, given.view(self.size(), *output.shape)[self.rank()])
-            self._reduced(output, opts)
-
     def _done(self, kind: str, counted: Any, result: list[torch.Tensor]) -> dist.Work:
-        self._note(kind, self, _bytes(counted))
+        self._note(kind, self, sum(t.numel() * t.element_size() for t in tensors(counted)))
         future: Any = Future()  # the reducer of torch wants one that has a value
         future.set_result(list(result))
         work: dist.Work = torch_internals.work_of(future)
@@ -270,12 +265,6 @@ def check_not_pretended(what: str, group: object, fix: str) -> None:
             expected="a real run, or a program without it",
             fix=fix,
         )
-
-
-def _bytes(tensors: Any) -> int:
-    if isinstance(tensors, torch.Tensor):
-        return tensors.numel() * tensors.element_size()
-    return sum(map(_bytes, tensors))
 
 
 def _has_values(tensor: torch.Tensor) -> bool:

@@ -148,17 +148,9 @@ class StragglerWatch:
             asked = store.add("watch/asked", 0)
             if asked != self._asked:
                 self._asked = asked
-                store.write(
-                    f"watch/at/{world.rank}",
-                    {
-                        "asked": asked,
-                        "collectives": world.collectives(),
-                        "sent": world.sent(),
-                        "at": _main_line(),
-                        "waits": _waited_in(world),
-                        "in": place,
-                    },
-                )
+                answer = {"asked": asked, "collectives": world.collectives(), "waits": _waited_in(world)}
+                answer |= {"sent": world.sent(), "at": _main_line(), "in": place}
+                store.write(f"watch/at/{world.rank}", answer)
             if not world.closed:
                 read_notes(world)
                 self._look(world, store, place)

@@ -171,10 +171,9 @@ class PrecisionOffer:
 
     def undo(self) -> None:
         """Take casts and autocast off; parameters keep their dtype, but those that rested in another get it back."""
-        if self.stored is not None:
-            self.stored.undo()
-        if self.precise is not None:
-            self.precise.undo()
+        for one in (self.stored, self.precise):
+            if one is not None:
+                one.undo()
 
 
 def named_policy(policy: PolicyName | Precision | None) -> Precision:

@@ -7,11 +7,13 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from weft.errors import WeftError
+from weft.private_names import replaced
 from weft.rehearsal.result import Rehearsal
 from weft.transforms.recompute import recompute
 
@@ -78,26 +80,18 @@ def first_that_fits(
 def recomputing_strategies(change: Change) -> Iterator[None]:
     """Let the strategies of weft, as a script finds them in the facade, recompute blocks."""
     facade: Any = importlib.import_module("weft")
-    if change.recomputes:
-        for name in _STRATEGIES:
-            setattr(facade, name, _recomputing(getattr(facade, name), offload=change.offloads))
-    try:
+    names = _STRATEGIES if change.recomputes else ()
+    with replaced(facade, **{name: partial(_recomputing, getattr(facade, name), change.offloads) for name in names}):
         yield
-    finally:
-        for name in _STRATEGIES if change.recomputes else ():
-            delattr(facade, name)  # it is imported anew when it is asked for
 
 
-def _recomputing(strategy: Any, *, offload: bool) -> Any:
-    def apply(module: nn.Module, *rest: Any, **options: Any) -> Any:
-        *others, ctx = rest
-        blocks = _blocks(module)
-        done = any(record.name == "recompute" for record in ctx.records(module))
-        if blocks is not None and not done:
-            module, ctx = recompute(module, ctx, blocks=blocks, offload=offload)
-        return strategy(module, *others, ctx, **options)
-
-    return apply
+def _recomputing(strategy: Any, offload: bool, module: nn.Module, *rest: Any, **options: Any) -> Any:
+    *others, ctx = rest
+    blocks = _blocks(module)
+    done = any(record.name == "recompute" for record in ctx.records(module))
+    if blocks is not None and not done:
+        module, ctx = recompute(module, ctx, blocks=blocks, offload=offload)
+    return strategy(module, *others, ctx, **options)
 
 
 def _blocks(module: nn.Module) -> type[nn.Module] | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from weft.errors import listed, value_error
+from weft.checks import check_choice, check_count
 from weft.rehearsal.memory import Memory
 from weft.rehearsal.table import columns, size_text
 
@@ -110,10 +110,7 @@ class Estimate:
         _known("optimizer", optimizer, OPTIMIZERS)
         divided = _DIVIDED[_known("strategy", strategy, _DIVIDED)]
         width = int(WIDTHS[_known("dtype", dtype, TRAINABLE)])
-        if ranks < 1:
-            raise value_error(
-                f"Estimate.training: ranks = {ranks} cannot be", found=str(ranks), expected="ranks >= 1", fix="ranks=8"
-            )
+        check_count("Estimate.training", "ranks", ranks, fix="ranks=8")
 
         def elements(kind: str) -> list[int]:
             return [_rows(shape, ranks if kind in divided else 1) for _, shape in self.shapes]
@@ -202,13 +199,6 @@ def _state(optimizer: str, number: int, width: int) -> int:
     return values * number * width
 
 
-def _known(what: str, value: str, all_of: Mapping[str, object] | tuple[str, ...]) -> str:
-    if value not in all_of:
-        first = next(iter(all_of))
-        raise value_error(
-            f"Estimate: {what} = {value!r} is not known",
-            found=repr(value),
-            expected=f"one of {listed(all_of)}",
-            fix=f'{what}="{first}"',
-        )
+def _known(what: str, value: str, all_of: Collection[str]) -> str:
+    check_choice("Estimate", what, value, all_of, fix=f'{what}="{next(iter(all_of))}"')
     return value

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from weft.errors import ContextError
 from weft.peers.pretended import Mail
+from weft.private_names import replaced
 from weft.rehearsal.messages import Links
 from weft.rehearsal.rehearse import one_rehearsal_at_a_time, simulated
 from weft.rehearsal.result import Rehearsal
@@ -149,13 +150,12 @@ def _until(steps: int, found: ProgramObserver) -> Iterator[_Made]:
             raise _Enough
         found.begin(f"step {made.steps + 1}")
 
-    handles = [register_optimizer_step_post_hook(stepped), register_module_forward_pre_hook(called)]
-    try:
-        with contextlib.suppress(_Enough):
-            yield made
-    finally:
-        for handle in handles:
-            handle.remove()
+    with (
+        register_optimizer_step_post_hook(stepped),
+        register_module_forward_pre_hook(called),
+        contextlib.suppress(_Enough),
+    ):
+        yield made
 
 
 @contextlib.contextmanager
@@ -165,11 +165,6 @@ def _as_main(script: Path, arguments: Sequence[str], per_node: int) -> Iterator[
     local_size = min(per_node, size - rank // per_node * per_node)
     facts = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": local_size}
     os.environ.update({name: str(number) for name, number in facts.items()})  # until the rehearsal is over
-    argv, path = sys.argv, list(sys.path)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        sys.argv, sys.path[:] = argv, path
+    path = [str(script.resolve().parent), *sys.path]
+    with replaced(sys, argv=[str(script), *arguments], path=path), contextlib.redirect_stdout(sys.stderr):
+        yield

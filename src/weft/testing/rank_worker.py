@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -94,7 +94,10 @@ def _call(job: dict[str, Any], size: int) -> dict[str, Any]:
     try:
         fn, args, kwargs = pickle.loads(job["call"])
         with _context(job["options"], size) as ctx:
-            result = _without_exit(fn)(ctx, *args, **kwargs)
+            try:
+                result = fn(ctx, *args, **kwargs)
+            except SystemExit as error:  # a failure: a context takes code 0 for the orderly end of a script
+                raise RuntimeError(f"SystemExit({error.code!r}): a rank has to return or raise") from error
         return {"ok": True, "result": result, "abandoned": ctx.world.root.abandoned}
     except BaseException as error:  # noqa: BLE001  (SystemExit and KeyboardInterrupt are failures here too)
         trace = traceback.format_exc()
@@ -103,18 +106,6 @@ def _call(job: dict[str, Any], size: int) -> dict[str, Any]:
         except Exception:  # noqa: BLE001
             return {"ok": False, "error": None, "trace": trace}
         return {"ok": False, "error": error.with_traceback(None), "trace": trace}
-
-
-def _without_exit(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `sys.exit` inside of `fn` a failure: a context takes code 0 for the orderly end of a script."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return fn(*args, **kwargs)
-        except SystemExit as error:
-            raise RuntimeError(f"SystemExit({error.code!r}): a rank has to return or raise") from error
-
-    return called
 
 
 def _context(options: dict[str, Any], size: int) -> DistContext:

@@ -30,6 +30,7 @@ from weft.contract import (
     transform,
     wrapper_of_torch,
 )
+from weft.contract.no_sync import grad_syncs
 from weft.data.windows.loader import Windows, known_length, windowed
 from weft.data.windows.splitter import Remainder, Steps, WindowSplitter, check_steps
 from weft.data.windows.sync import Reduce, WindowSync
@@ -139,7 +140,7 @@ def accumulate_grads(
             fix="model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=4)",
         )
     check_has_gradients("accumulate_grads", [p for module in several for p in module.parameters()])
-    syncs = _grad_syncs(several)
+    syncs = grad_syncs(several)
     watched = [_NotAveragedByTorch(module) for module in several if not syncs and ctx.world_size > 1]
     # Without a strategy gradients are reduced by hand, if at all, and what the ranks read is not ours to judge.
     findings = find_loaders([loader], ctx, sure=True) if syncs else []
@@ -203,12 +204,6 @@ def _flattened(modules: Any) -> list[Any]:
     if isinstance(modules, nn.Module) or not isinstance(modules, (Mapping, Sequence)):
         return [modules]
     return list(modules.values() if isinstance(modules, Mapping) else modules)
-
-
-def _grad_syncs(modules: Sequence[nn.Module]) -> list[GradSync]:
-    """What reduces the gradients of these modules or of parts of them, each once."""
-    found = [sync for module in modules for part in module.modules() for sync in offered(part, GradSync)]
-    return list({id(sync): sync for sync in found}.values())
 
 
 def _means(module: nn.Module) -> set[int]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from weft.checks import as_number, check_choice, check_count, check_module
+from weft.checks import as_number, check_choice, check_count, check_module, check_not_lazy
 from weft.context import DistContext
 from weft.contract import Part, Phase, check_not_elsewhere, offered, transform
 from weft.engines.torch.compute.ema import WeightAverages
@@ -283,13 +283,13 @@ def _check_options(module: nn.Module, every: object, start: object, buffers: obj
         )
     fix = 'weft.average_weights(model, ctx, buffers="live")'
     check_choice("average_weights", "buffers", buffers, ("live", "average"), fix=fix)
-    lazy = [name for name, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy or not any(p.requires_grad for p in module.parameters()):
+    check_not_lazy("average_weights", module)
+    if not any(p.requires_grad for p in module.parameters()):
         raise value_error(
             f"average_weights: {type(module).__name__} has no weights to average",
-            found=f"parameters without a shape: {listed(lazy)}" if lazy else "no parameter requires a gradient",
-            expected="trained parameters, with their shapes",
-            fix="model(example_batch)  # before average_weights" if lazy else "model.requires_grad_()",
+            found="no parameter requires a gradient",
+            expected="trained parameters",
+            fix="model.requires_grad_()",
         )
 
 

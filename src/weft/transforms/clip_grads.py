@@ -12,7 +12,9 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import nn
 
+from weft.checks import check_choice
 from weft.context import DistContext
+from weft.contract.transform import check_context
 from weft.engines.torch.compute.grad_norm import with_nonfinite_gradient
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.parts.left_gathered import drop_gathered
@@ -23,7 +25,6 @@ from weft.peers.agreement import exchange
 
 _HasGradients = nn.Module | torch.optim.Optimizer | torch.Tensor
 _Part = tuple[str, _HasGradients]
-_POLICIES = ("raise", "skip", "zero")
 
 
 def clip_grads(
@@ -84,7 +85,7 @@ def clip_grads(
         >>> model.weight.grad, model.bias.grad
         (tensor([[0.6000]]), tensor([0.8000]))
     """
-    _check_context(ctx)
+    check_context("clip_grads", ctx, fix="weft.clip_grads(model, ctx, max_norm=1.0)")
     _check_options(max_norm, max_value, norm_type, nonfinite)
     parts = list(_parts(modules, ""))
     for _, part in parts:
@@ -216,16 +217,6 @@ def _check_real(parts: list[_Part]) -> None:
         )
 
 
-def _check_context(ctx: object) -> None:
-    if not isinstance(ctx, DistContext):
-        raise type_error(
-            f"clip_grads: ctx = {ctx!r} is not a context",
-            found=type(ctx).__name__,
-            expected="the DistContext that the last transform returned",
-            fix="weft.clip_grads(model, ctx, max_norm=1.0)",
-        )
-
-
 def _check_options(max_norm: object, max_value: object, norm_type: object, nonfinite: object) -> None:
     for name, value in (("max_norm", max_norm), ("max_value", max_value), ("norm_type", norm_type)):
         if value is None and name != "norm_type":
@@ -246,10 +237,5 @@ def _check_options(max_norm: object, max_value: object, norm_type: object, nonfi
             expected="one of them; the order of both would matter",
             fix="weft.clip_grads(model, ctx, max_norm=1.0)",
         )
-    if nonfinite is not None and nonfinite not in _POLICIES:
-        raise value_error(
-            f"clip_grads: nonfinite = {nonfinite!r} is unknown",
-            found=repr(nonfinite),
-            expected=" or ".join(repr(policy) for policy in _POLICIES) + ", or None",
-            fix='weft.clip_grads(model, ctx, max_norm=1.0, nonfinite="skip")',
-        )
+    fix = 'weft.clip_grads(model, ctx, max_norm=1.0, nonfinite="skip")'
+    check_choice("clip_grads", "nonfinite", nonfinite, ("raise", "skip", "zero", None), fix=fix)

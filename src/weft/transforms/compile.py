@@ -83,7 +83,7 @@ def compile(
         >>> model(torch.ones(1, 2)).shape, list(model.state_dict())
         (torch.Size([1, 2]), ['0.weight', '0.bias'])
     """
-    _check_new(module, ctx)
+    _check_new(module)
     graph = "no torch.compile: XLA compiles forward, backward and step as one graph"
     check_ranks_send("compile", ctx, graph, fix="leave weft.compile out")
     check_not_elsewhere("compile", module, "graphs are made of parameters that stay where they are")
@@ -128,7 +128,7 @@ def _check_options(backend: object, mode: str | None, options: Mapping[str, Any]
         )
 
 
-def _check_new(module: nn.Module, ctx: DistContext) -> None:
+def _check_new(module: nn.Module) -> None:
     done = already_compiled(module)
     if done:
         wrapped = torch_internals.compiled_module.holds(module)

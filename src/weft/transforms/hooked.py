@@ -10,7 +10,7 @@ from torch import nn
 from weft.context import DistContext
 from weft.contract import transform
 from weft.contract.select_modules import Selection, select
-from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.hooks.method_hooks import Attached, attach
 from weft.errors import type_error, value_error
 
 M = TypeVar("M", bound=nn.Module)
@@ -88,11 +88,11 @@ def hooked(
     return module, ctx.offering(_Hooked(chosen, first, last))
 
 
-class _Hooked:
+class _Hooked(Attached):
     """The hooks of one call of `hooked`."""
 
     def __init__(self, blocks: dict[str, nn.Module], before: tuple[Before, ...], after: tuple[After, ...]) -> None:
-        self._removable = Removable()
+        super().__init__()
         self._before, self._after = before, after
         for block in blocks.values():
             # Innermost: `fully_shard` gathers in the first hook and frees in the last one.
@@ -100,10 +100,6 @@ class _Hooked:
                 attach(block, self._removable, before=self._enter)
             if after:
                 attach(block, self._removable, after=self._leave, after_first=True, after_kwargs=True)
-
-    def undo(self) -> None:
-        """Take the hooks off."""
-        self._removable.remove()
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for function in self._before:

@@ -125,7 +125,7 @@ def pipeline(
         sends = "an engine whose ranks send tensors to each other"
         check_ranks_send("pipeline", ctx, sends, fix="model, ctx = weft.fully_shard(model, ctx)")
     optimizers = optimizers_in("pipeline", rebind)
-    _check_module(module, ctx)
+    _check_module(module)
     given = stages.stages if isinstance(stages, PipelinePlan) else stages
     number = ranks * per_rank if given is None else len(given)
     if ranks > 1:
@@ -135,7 +135,12 @@ def pipeline(
         plan = PipelinePlan((), ())
     options = PipelineOptions(plan.stages, micro_batches, schedule, loss, ctx.probes)
     if weights == "later":
-        _raise_later()
+        raise ContextError(
+            'pipeline: weights = "later" cannot be used',
+            found="'later'",
+            expected="tensors by name, a function that returns them, or None: each rank makes its own stages at once",
+            fix="weft.pipeline(model, ctx, weights=lambda: load_file(path))  # of safetensors.torch",
+        )
     on_meta, old = is_meta(module), dict(module.named_parameters())
     if ranks == 1:
         if on_meta:
@@ -202,7 +207,7 @@ def _check_loss(loss: object) -> None:
         )
 
 
-def _check_module(module: nn.Module, ctx: DistContext) -> None:
+def _check_module(module: nn.Module) -> None:
     """Raise if a pipeline of this module could not compute what one process does."""
     if is_fsdp(module) or any(is_reduced(p) for p in module.parameters()):
         raise AlreadyApplied(
@@ -221,12 +226,3 @@ def _check_module(module: nn.Module, ctx: DistContext) -> None:
             fix='model, ctx = weft.with_precision(model, ctx, "fp16")',
         )
     check_flags(module, {})
-
-
-def _raise_later() -> None:
-    raise ContextError(
-        'pipeline: weights = "later" cannot be used',
-        found="'later'",
-        expected="tensors by name, a function that returns them, or None: each rank makes its own stages at once",
-        fix="weft.pipeline(model, ctx, weights=lambda: load_file(path))  # of safetensors.torch",
-    )

@@ -94,7 +94,7 @@ def recompute(
         >>> model(torch.ones(1, 2)).sum().backward()
     """
     _check_options(every, determinism_check)
-    _check_new(module, ctx)
+    _check_new(module)
     saved: dict[str, Any] = {}
     if is_table(blocks):
         chosen, saved = _in_table(module, blocks)
@@ -131,7 +131,14 @@ def _in_table(
 
 
 def _ops(save: Sequence[Op] | Policy) -> Any:
-    return save if callable(save) else saved_ops(_listed_ops(save))
+    if isinstance(save, str):  # a sequence of letters
+        raise type_error(
+            f"recompute: save = {save!r} is one name",
+            found=repr(save),
+            expected="a list of operations",
+            fix=f"weft.recompute(model, ctx, blocks=..., save=[{save!r}])",
+        )
+    return save if callable(save) else saved_ops(save)
 
 
 def _check_options(every: int, determinism_check: str) -> None:
@@ -141,18 +148,7 @@ def _check_options(every: int, determinism_check: str) -> None:
     check_choice("recompute", "determinism_check", determinism_check, checks, fix=line)
 
 
-def _listed_ops(save: Sequence[Op]) -> Sequence[Op]:
-    if isinstance(save, str):  # a sequence of letters
-        raise type_error(
-            f"recompute: save = {save!r} is one name",
-            found=repr(save),
-            expected="a list of operations",
-            fix=f"weft.recompute(model, ctx, blocks=..., save=[{save!r}])",
-        )
-    return save
-
-
-def _check_new(module: nn.Module, ctx: DistContext) -> None:
+def _check_new(module: nn.Module) -> None:
     done = already_recomputed(module)
     if done:
         raise AlreadyApplied(

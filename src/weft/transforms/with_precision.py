@@ -157,14 +157,9 @@ def _check_device(precision: Precision, ctx: DistContext) -> None:
 
 def _check_scalable(module: nn.Module, precision: Precision) -> None:
     """A scale needs gradients wider than fp16: a trained fp16 parameter has fp16 gradients."""
-    if precision.scaling is None or (precision.param is not None and precision.param is not torch.float16):
-        return
-    names = [
-        name
-        for name, p in module.named_parameters()
-        if p.requires_grad and torch.float16 in (precision.param, p.dtype if precision.param is None else None)
-    ]
-    if names:
+    dtype = precision.param
+    names = [n for n, p in module.named_parameters() if p.requires_grad and (dtype or p.dtype) is torch.float16]
+    if names and precision.scaling is not None:
         raise value_error(
             "with_precision: float16 parameters cannot be trained with a loss scale",
             found=listed(names),

@@ -25,6 +25,7 @@ from torch import nn
 from weft import torch_internals
 from weft.engines.deepspeed import internals
 from weft.errors import ContextError, MissingExtra
+from weft.private_names import replaced
 
 _TESTED = (0, 19)
 
@@ -152,8 +153,7 @@ def without_broadcasts() -> Iterator[None]:
 
     DeepSpeed's own broadcasts cannot send a parameter that is a single number.
     """
-    places = internals.broadcast.home, internals.cut.home
-    kept = [getattr(*place) for place in places]
+    (engine, name_of_broadcast), (init, name_of_cut) = internals.broadcast.home, internals.cut.home
 
     def nothing(self: object) -> None:
         """Instead of a broadcast of all parameters."""
@@ -162,13 +162,8 @@ def without_broadcasts() -> Iterator[None]:
         internals.CONVERT.of(self)(parameter)
         parameter.partition()
 
-    for place, function in zip(places, (nothing, cut), strict=True):
-        setattr(*place, function)
-    try:
+    with replaced(engine, **{name_of_broadcast: nothing}), replaced(init, **{name_of_cut: cut}):
         yield
-    finally:
-        for place, function in zip(places, kept, strict=True):
-            setattr(*place, function)
 
 
 @contextlib.contextmanager

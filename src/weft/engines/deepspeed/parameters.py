@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -24,38 +25,31 @@ from weft.errors import ContractError, listed
 from weft.tensors.blocks import as_dtensor, block_of, cut_as, full_tensor
 
 
+@dataclass(eq=False, repr=False)
 class Parameters:
     """The parameters of one module.
+
+    Args:
+        module: Whose.
+        _buffers: Where they lie.
+        _view: Of the ranks that divide.
+        _mesh: Of one axis with these ranks, over which tensors are shown sharded; None for one rank.
+        _gathering: DeepSpeed's context that makes parameters whole; None if they are.
+        _attributes: What DeepSpeed has hung on the module and its parameters.
 
     Attributes:
         names: Their names.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        buffers: Buffers,
-        view: GroupView,
-        mesh: DeviceMesh | None,
-        gathering: Callable[..., Any] | None,
-        attributes: Attributes,
-    ) -> None:
-        """Remember where things are.
+    module: InitVar[nn.Module]
+    _buffers: Buffers
+    _view: GroupView
+    _mesh: DeviceMesh | None
+    _gathering: Callable[..., Any] | None
+    _attributes: Attributes
 
-        Args:
-            module: Whose.
-            buffers: Where they lie.
-            view: Of the ranks that divide.
-            mesh: Of one axis with these ranks, over which tensors are shown sharded; None for one rank.
-            gathering: DeepSpeed's context that makes parameters whole; None if they are.
-            attributes: What DeepSpeed has hung on the module and its parameters.
-        """
+    def __post_init__(self, module: nn.Module) -> None:
         self.names = {p: name for name, p in module.named_parameters()}
-        self._buffers = buffers
-        self._view = view
-        self._mesh = mesh
-        self._gathering = gathering
-        self._attributes = attributes
         self._shapes = {p: torch.Size(internals.SHAPE.get(p, p.shape)) for p in self.names}
         self._device = next((p.device for p in self.names), torch.device("cpu"))
 

@@ -9,8 +9,9 @@ next backward pass or step. After a step it is one that is spent, so that a forg
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -112,7 +113,8 @@ class GradientPlaceholders:
         self.buffers.reset()
 
     def _stand_in(self, parameter: nn.Parameter) -> CutGradient:
-        return CutGradient(parameter, self.names[parameter], self.view.group, _piece_of(self.buffers, parameter))
+        piece = partial(_piece, weakref.ref(self.buffers), weakref.ref(parameter))
+        return CutGradient(parameter, self.names[parameter], self.view.group, piece)
 
 
 def is_local(gradient: torch.Tensor | None) -> bool:
@@ -120,14 +122,9 @@ def is_local(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and (not isinstance(gradient, CutGradient) or gradient.pending is not None)
 
 
-def _piece_of(buffers: Buffers, parameter: nn.Parameter) -> Callable[[], torch.Tensor]:
+def _piece(buffers: weakref.ref[Buffers], parameter: weakref.ref[nn.Parameter]) -> torch.Tensor:
     # A gradient hangs on its parameter in C++: strong references here would close a cycle that is never collected.
-    holder, target = weakref.ref(buffers), weakref.ref(parameter)
-
-    def piece() -> torch.Tensor:
-        alive, of = holder(), target()
-        assert alive is not None
-        assert of is not None
-        return alive.gradient(of)
-
-    return piece
+    alive, of = buffers(), parameter()
+    assert alive is not None
+    assert of is not None
+    return alive.gradient(of)

@@ -18,12 +18,12 @@ from typing_extensions import override
 from weft.engines.options import RecomputeOptions
 from weft.engines.probes import Schedule
 from weft.engines.torch.compute.activation_checkpoint import RecomputedBlock, no_cached_casts
-from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.hooks.method_hooks import Attached, attach
 from weft.errors import ContractError, value_error
 from weft.tensors.nested import tensors
 
 
-class RecomputedOnXla:
+class RecomputedOnXla(Attached):
     """Blocks that keep their inputs only, and compute the rest again in backward."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], options: RecomputeOptions) -> None:
@@ -41,15 +41,11 @@ class RecomputedOnXla:
                 expected="inputs that stay on the device: a copy to the host would end the traced step",
                 fix="offload=False",
             )
-        self._removable = Removable()
+        super().__init__()
         never = Schedule("off", list(blocks))  # what is compared is read, which would end the traced step
         for name, block in blocks.items():
             around = _CheckpointOnXla(name, block, {"preserve_rng_state": options.keep_rng}, never, offload=False)
             attach(block, self._removable, around=around, methods=["forward"])
-
-    def undo(self) -> None:
-        """Let the blocks keep their activations again."""
-        self._removable.remove()
 
 
 class _CheckpointOnXla(RecomputedBlock):

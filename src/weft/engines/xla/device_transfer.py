@@ -105,7 +105,7 @@ def prefetch(batches: Iterable[Any], move: Callable[[Any], Any], lib: TorchXLA) 
             lib.torch_xla.sync()
 
 
-def fetch(tensors: Mapping[str, torch.Tensor], lib: TorchXLA) -> dict[str, torch.Tensor]:
+def fetch(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The values of tensors in the memory of the CPU, all in one go."""
     names = [name for name, tensor in tensors.items() if tensor.device.type == "xla"]
     values = internals.to_cpu([tensors[name].detach() for name in names]) if names else []

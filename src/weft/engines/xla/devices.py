@@ -157,4 +157,4 @@ class XlaDevices(TorchDevices):
 
     def fetch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The values of tensors in the memory of the CPU."""
-        return fetch(tensors, self._lib)
+        return fetch(tensors)

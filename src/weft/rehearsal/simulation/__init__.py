@@ -10,7 +10,6 @@ allocations.py        live bytes by kind and line, and their peak
 messages.py           collectives by kind and axis
 lines.py              the line of the user's program that is running
 shortcuts.py          what torch does and a simulation need not
-replaced.py           functions of torch and Python, replaced for a while
 
 Tested by: tests/rehearsal
 """

@@ -116,25 +116,22 @@ class Allocations:
             members = module.__dict__
             for p in (each for each in members.get(parameters, {}).values() if each is not None):
                 # What a strategy has gathered is a parameter of the module, too, while it is.
-                self._name("parameters", p, but_for="gathered" if _is_plain(p) else None)
-                self._name("gradients", p.grad)
+                self.name("parameters", p, but_for="gathered" if _is_plain(p) else None)
+                self.name("gradients", p.grad)
             for buffer in members.get(buffers, {}).values():
-                self._name("buffers", buffer)
+                self.name("buffers", buffer)
 
     def look_at_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Find out which storages an optimizer steps on and keeps."""
         for group in optimizer.param_groups:
             for p in group["params"]:
-                self._name("parameters", p)
-                self._name("gradients", p.grad)
+                self.name("parameters", p)
+                self.name("gradients", p.grad)
                 for value in optimizer.state.get(p, {}).values():
-                    self._name("optimizer", value)
+                    self.name("optimizer", value)
 
-    def look_at_gradient(self, tensor: torch.Tensor) -> None:
-        """This is a gradient, of a parameter that no module has when a step ends."""
-        self._name("gradients", tensor)
-
-    def _name(self, kind: str, tensor: Any, *, but_for: str | None = None) -> None:
+    def name(self, kind: str, tensor: Any, *, but_for: str | None = None) -> None:
+        """Know of what kind the memory of a tensor is."""
         for part in plain_parts(tensor) if isinstance(tensor, torch.Tensor) else ():
             number = self._numbers.get(torch_internals.STORAGE_ADDRESS.of(part.untyped_storage()))
             if number is None or self._kinds[number] == but_for:

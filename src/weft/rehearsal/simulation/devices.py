@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weft import torch_internals
-from weft.rehearsal.simulation.replaced import replaced
+from weft.private_names import replaced
 
 _HERE = torch.device("cpu")
 _MOVES = (torch.Tensor.cuda, torch.Tensor.xpu)

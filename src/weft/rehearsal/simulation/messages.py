@@ -16,6 +16,7 @@ import torch.distributed as dist
 from weft import torch_internals
 from weft.peers.pretended import PretendedGroup
 from weft.rehearsal.messages import Message, sent_bytes
+from weft.tensors.nested import tensors
 
 # Operations of torch that are messages: what they are, and which argument is what all ranks have together.
 _REAL = MappingProxyType(
@@ -162,8 +163,4 @@ def _axis(ranks: tuple[int, ...], axes: dict[str, int]) -> str:
 
 
 def _bytes(value: Any) -> int:
-    return sum(
-        leaf.numel() * leaf.element_size()
-        for leaf in torch_internals.tree.found.tree_leaves(value)
-        if isinstance(leaf, torch.Tensor)
-    )
+    return sum(each.numel() * each.element_size() for each in tensors(value))

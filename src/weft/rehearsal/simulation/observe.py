@@ -15,9 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from weft import torch_internals
 from weft.engines.torch.steps.local import LocalSteps
+from weft.private_names import replaced
 from weft.rehearsal.simulation.allocations import Allocations
 from weft.rehearsal.simulation.messages import Traffic, functional_spaces
-from weft.rehearsal.simulation.replaced import replaced
 
 Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
@@ -94,7 +94,7 @@ class Observer(torch_internals.dispatch_mode.base):  # type: ignore[misc, name-d
             if isinstance(leaf, torch.Tensor):
                 self._found.allocations.see(leaf)
         if func is torch.ops.aten.add_.Tensor and _is_accumulating():
-            self._found.allocations.look_at_gradient(out)
+            self._found.allocations.name("gradients", out)  # perhaps of a parameter that no module has at a step's end
         return out
 
 
@@ -174,7 +174,6 @@ def observing(found: ProgramObserver, call: Call = lambda func, args, kwargs: fu
     def look(optimizer: Any, *_: Any) -> None:
         found.look_at_optimizer(optimizer)
 
-    handles = [register_optimizer_step_pre_hook(look), register_optimizer_step_post_hook(look)]
     resize: Any = torch.UntypedStorage.resize_
 
     def resize_(self: Any, size: int) -> Any:
@@ -182,16 +181,14 @@ def observing(found: ProgramObserver, call: Call = lambda func, args, kwargs: fu
         found.allocations.resized(self)
         return result
 
-    try:
-        with (
-            replaced(torch.UntypedStorage, resize_=resize_),
-            _nothing_freed_by_chance(),
-            _imports_unseen(),
-            _workers_unseen(),
-            _shapes_unseen(),
-            Observer(found, call),
-        ):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with (
+        register_optimizer_step_pre_hook(look),
+        register_optimizer_step_post_hook(look),
+        replaced(torch.UntypedStorage, resize_=resize_),
+        _nothing_freed_by_chance(),
+        _imports_unseen(),
+        _workers_unseen(),
+        _shapes_unseen(),
+        Observer(found, call),
+    ):
+        yield

@@ -35,10 +35,10 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.errors import ContextError
+from weft.private_names import replaced
 from weft.rehearsal.simulation.devices import autocast_alike, placed_alike, with_device_alike
 from weft.rehearsal.simulation.lines import code_position
 from weft.rehearsal.simulation.numbers import Numbers
-from weft.rehearsal.simulation.replaced import replaced
 
 _MOST = 2**22  # elements of a tensor that has values
 _IN_ORDER = "what weft checks is in order: gradients are finite"
@@ -357,19 +357,16 @@ def without_memory(assume: Assumed, numbers: Numbers) -> Iterator[Simulation]:
 
     methods = {"data_ptr": _address, "__deepcopy__": _copied, "__reduce_ex__": _pickled}
     methods["tolist"] = lambda each: reads.filled(each).tolist()
-    handle = register_module_parameter_registration_hook(register)
-    try:
-        with (
-            replaced(torch_internals.fake_tensor.found, **methods),
-            replaced(torch_internals.fake_mode.found, cache={}),
-            replaced(torch.utils, swap_tensors=swap_tensors),
-            autocast_alike(),
-            fake,
-            reads,
-        ):
-            yield simulation
-    finally:
-        handle.remove()
+    with (
+        register_module_parameter_registration_hook(register),
+        replaced(torch_internals.fake_tensor.found, **methods),
+        replaced(torch_internals.fake_mode.found, cache={}),
+        replaced(torch.utils, swap_tensors=swap_tensors),
+        autocast_alike(),
+        fake,
+        reads,
+    ):
+        yield simulation
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ from torch.distributed import Backend
 
 from weft import torch_internals
 from weft.peers.pretended import BACKEND, Mail, Note, PretendedGroup
-from weft.rehearsal.simulation.replaced import replaced
+from weft.private_names import replaced
 from weft.tensors.dtensor import forget_groups
 
 _BY_LAUNCHED = ("init_process_group", "destroy_process_group")  # of programs that do it themselves: it is done

@@ -9,8 +9,8 @@ import torch
 
 from weft import torch_internals
 from weft.peers.pretended import PretendedGroup
+from weft.private_names import replaced
 from weft.rehearsal.simulation.allocations import plain_parts
-from weft.rehearsal.simulation.replaced import replaced
 
 
 class _Chunks:

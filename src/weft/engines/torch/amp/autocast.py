@@ -10,6 +10,7 @@ the stack; otherwise the call was interrupted, and what it left switched on is s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -26,11 +27,12 @@ from weft.engines.options import CastOptions
 from weft.engines.torch.amp.fp8_linear import multiply_in_fp8
 from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.amp.recast_saved_weights import has_large_parameters, recast_in_backward
-from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.hooks.method_hooks import Attached, attach
+from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.nested import map_tensors
 
 
-class PreciseModule:
+class PreciseModule(Attached):
     """The hooks that give a module its precision.
 
     Attributes:
@@ -42,9 +44,9 @@ class PreciseModule:
         self._device_type = device.type
         self._options = options
         self._module = weakref.ref(module)
-        self._entered: list[Any] = []
+        self._entered: list[contextlib.ExitStack] = []
         self._calls = _Calls()
-        self._removable = Removable()
+        super().__init__()
         self.scale = LossScale(module, options.scale, device) if options.scale is not None else None
         # A compiler has to stop here: it makes graphs of their own of a module's hooks, and what such
         # a graph switches on (autocast) is off again when it ends.
@@ -55,10 +57,6 @@ class PreciseModule:
         self.products = options.products
         for layer in options.products:
             multiply_in_fp8(layer, self._removable)
-
-    def undo(self) -> None:
-        """Take the hooks off; parameters keep their dtype."""
-        self._removable.remove()
 
     def _before(self, module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast and mark the inputs, switch autocast on or off."""
@@ -100,26 +98,22 @@ class PreciseModule:
     def _leave(self) -> None:
         """Switch autocast back to what it was before the call."""
         if self._entered:
-            mode, again = self._entered.pop()
-            if again is not None:
-                again.__exit__()
-            if mode is not None:
-                mode.__exit__(None, None, None)
+            self._entered.pop().close()
         if self.scale is not None and self._calls.depth:
             self._calls.depth -= 1
 
     def _enter(self, dtype: torch.dtype | None, *, enabled: bool = True) -> None:
-        mode = again = None
+        modes = contextlib.ExitStack()
         if dtype is not None:
+            # Autocast keeps what it has cast until the outermost module has computed, and autograd until backward: of
+            # all units, which are gathered for a moment only, and freed one after the other for good reason.
             module = self._module()
-            is_sharded = _is_sharded(module)
+            is_sharded = module is not None and is_fsdp_unit(module)
             cache = torch.is_autocast_cache_enabled() and not is_sharded
-            mode = torch.autocast(self._device_type, dtype, enabled, cache)
-            mode.__enter__()
+            modes.enter_context(torch.autocast(self._device_type, dtype, enabled, cache))
             if is_sharded and enabled and torch.is_grad_enabled() and self._casts_again:
-                again = recast_in_backward()
-                again.__enter__()
-        self._entered.append((mode, again))
+                modes.enter_context(recast_in_backward())
+        self._entered.append(modes)
 
     @functools.cached_property
     def _casts_again(self) -> bool:
@@ -155,16 +149,6 @@ class _Calls(threading.local):
 
 
 _METHOD = PreciseModule._around.__code__
-
-
-def _is_sharded(module: nn.Module | None) -> bool:
-    """Whether the parameters are gathered for a moment only.
-
-    Autocast keeps what it has cast until the outermost module has computed, and autograd until backward: of all
-    units, which are freed one after the other for good reason.
-    """
-    loaded: Any = sys.modules.get("torch.distributed.fsdp")
-    return loaded is not None and isinstance(module, loaded.FSDPModule)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

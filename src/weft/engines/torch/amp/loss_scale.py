@@ -82,7 +82,7 @@ class LossScale:
 
     def _mark(self, value: Any, *, entering: bool, dtype: torch.dtype | None = None) -> Any:
         def mark(tensor: torch.Tensor) -> torch.Tensor:
-            if torch.is_grad_enabled() and _carries_gradient(tensor):
+            if torch.is_grad_enabled() and tensor.requires_grad:
                 marked: torch.Tensor = _ScaleBorder.apply(tensor, self, entering, dtype)  # type: ignore[no-untyped-call]
                 return marked
             return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
@@ -304,10 +304,6 @@ def _times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> 
     if dtype == wide.dtype or torch.is_grad_enabled() or is_sharded(wide):
         return (wide * factor).to(dtype)
     return torch.mul(wide, factor, out=torch.empty(0, dtype=dtype, device=wide.device))  # in one pass
-
-
-def _carries_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _is_bad(gradient: torch.Tensor) -> torch.Tensor:

@@ -11,17 +11,9 @@ from torch import nn
 from weft import torch_internals
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 # Layers that lose little: their weights are many, and no sum over them is taken.
-_LAYERS = (
-    nn.Linear,
-    nn.Embedding,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+_LAYERS = (nn.Linear, nn.Embedding, *_CONVOLUTIONS)
 
 
 class StoredWeights:

@@ -63,7 +63,7 @@ class ShardedModule(Strategy):
         self._retains_graph = False  # another one may follow through the same graph
         self._calls: list[Any] = []  # of the module: where the order goes back to after an evaluation, or None
         self._session = BackwardSession(self._begin, self._end, rounds=1)
-        self._entrance = _entrance(self._session.flag, weakref.ref(self))
+        self._entrance = self._session.entrance(self.enter)
         self._units = Units(module, mesh, options, self._removable)
         hooks: dict[str, Any] = {"before": self._before, "after": self._after, "around": self._around}
         attach(module, self._removable, **hooks, methods=options.methods, first=True, always=True)
@@ -237,7 +237,7 @@ class ShardedModule(Strategy):
             self._held.pending = not self.enabled
             self._pass_on_buffers(lambda: self._retains_graph, reduced=False)
             return
-        self._order.check_called(self._unused.reduced())
+        self._order.check_called(self._unused.reduced)
         self._order.end()
         self._note_reduction()
         self._held.pending = False
@@ -278,15 +278,3 @@ class ShardedModule(Strategy):
             self._raise_in_window()
         if self._held.pending and self._held.settle():
             self._reduce_now("a step after a window that was left early")
-
-
-def _entrance(flag: bytearray, owner: weakref.ref[ShardedModule]) -> Callable[..., None]:
-    """A hook on a tensor; it must not hold the owner, which may hold the tensor, in C++."""
-
-    def enter(_: torch.Tensor | None = None) -> None:
-        if not flag[0]:
-            alive = owner()
-            if alive is not None:
-                alive.enter()
-
-    return enter

@@ -80,8 +80,3 @@ def _checking(name: str) -> Any:
             )
 
     return check
-
-
-def zeros_for(one: Any) -> None:
-    """Give a parameter that is gathered in a lower dtype a gradient of zeros."""
-    torch_internals.PARAM_KEPT.set(one, torch.zeros_like(one.unsharded_param, dtype=one.orig_dtype))

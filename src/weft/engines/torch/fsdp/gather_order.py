@@ -253,35 +253,22 @@ class _Comm:
 class UnitGather(_Comm):
     """An all-gather of the parameters of one unit."""
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **how: Any) -> dist.Work | None:
         """See `torch.distributed.fsdp.FSDPModule.set_custom_all_gather`."""
         order = self._order
         in_backward = torch_internals.graph_task_id() != -1
         order.note_next(self._first + (_BACKWARD if in_backward else order.forward))
         if output_tensor.dtype.itemsize == 1:
             output_tensor, input_tensor = as_sent(output_tensor), as_sent(input_tensor)
-        work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        work: dist.Work | None = _all_gather(output_tensor, input_tensor, **how)
         return work
 
 
 class UnitReduce(_Comm):
     """A reduce-scatter of the gradients of one unit."""
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **how: Any) -> dist.Work | None:
         """See `torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter`."""
         self._order.note_next(self._first + _REDUCTION)
-        work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, **how)
         return work

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,27 +21,23 @@ from weft.errors import ContractError, listed
 _COPYING = ("__deepcopy__", "__reduce_ex__")  # looked up on the instance, before its class
 
 
-class _NoCopy:
+def _refuse_copy(what: str, class_name: str, *unused: Any) -> NoReturn:
     """What copying and pickling of a sharded module come to."""
-
-    def __init__(self, what: str, class_name: str) -> None:
-        self._what = what
-        self._class_name = class_name
-
-    def __call__(self, *unused: Any) -> NoReturn:
-        raise ContractError(
-            f"{self._what}: a sharded {self._class_name} can be neither copied nor pickled",
-            found="copy.deepcopy, pickle or torch.save of the module itself",
-            expected="weft.save or weft.export for files, weft.average_weights for averages; or a plain module",
-            fix="model, ctx = weft.undo(model, ctx, rebind=optimizer)  # before a copy; or copy it before sharding",
-        )
+    raise ContractError(
+        f"{what}: a sharded {class_name} can be neither copied nor pickled",
+        found="copy.deepcopy, pickle or torch.save of the module itself",
+        expected="weft.save or weft.export for files, weft.average_weights for averages; or a plain module",
+        fix="model, ctx = weft.undo(model, ctx, rebind=optimizer)  # before a copy; or copy it before sharding",
+    )
 
 
 def refuse_copies(what: str, module: nn.Module, removable: Removable) -> None:
     """Let copies and pickles of the sharded parts of a module raise, and of its state_dict; `allow_copies` ends it."""
     refuse_states(what, module, removable)
-    for part in _with_parameters(module):
-        vars(part).update(dict.fromkeys(_COPYING, _NoCopy(what, type(part).__name__.removeprefix("FSDP"))))
+    for part in module.modules():
+        if any(True for _ in part.parameters()):
+            refuse = partial(_refuse_copy, what, type(part).__name__.removeprefix("FSDP"))
+            vars(part).update(dict.fromkeys(_COPYING, refuse))
 
 
 def allow_copies(module: nn.Module) -> None:
@@ -48,10 +45,6 @@ def allow_copies(module: nn.Module) -> None:
     for part in module.modules():
         for name in _COPYING:
             vars(part).pop(name, None)
-
-
-def _with_parameters(module: nn.Module) -> Iterator[nn.Module]:
-    return (part for part in module.modules() if any(True for _ in part.parameters()))
 
 
 def refuse_calls_of_parts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from weft.engines.torch.reducing.separate_reduction import SeparateReduction
 from weft.tensors.remote_parameter import is_elsewhere
 
 
+@dataclass(eq=False, repr=False)
 class TrainedShards:
     """Such parameters.
 
@@ -26,23 +28,18 @@ class TrainedShards:
         every: The names of all parameters, also of those that other ranks have.
     """
 
-    def __init__(
-        self,
-        what: str,
-        module: nn.Module,
-        units: Units,
-        unsharded: SeparateReduction,
-        entrance: Callable[[], Callable[[torch.Tensor], Any]],
-    ) -> None:
-        self.unsharded = unsharded
+    _what: str
+    module: InitVar[nn.Module]
+    _units: Units
+    unsharded: SeparateReduction
+    _entrance: Callable[[], Callable[[torch.Tensor], Any]]
+
+    def __post_init__(self, module: nn.Module) -> None:
         self.every = tuple(name for name, _ in module.named_parameters())
         self.on_meta = any(t.is_meta and not is_elsewhere(t) for t in (*module.parameters(), *module.buffers()))
-        self._what = what
-        self._units = units
-        self._entrance = entrance
-        self._watch = ParameterWatch(what, module, stands_in=units.stands_in)
+        self._watch = ParameterWatch(self._what, module, stands_in=self._units.stands_in)
         self._first: nn.Parameter | None = None  # whose version tells of steps
-        unsharded.take(dict(module.named_parameters()), entrance)
+        self.unsharded.take(dict(module.named_parameters()), self._entrance)
 
     def named(self) -> dict[str, nn.Parameter]:
         """The parameters an optimizer sees, by name."""

@@ -27,6 +27,7 @@ from weft.engines.options import ShardOptions
 from weft.engines.torch.fsdp.gather_dtype import gather_in
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.parts.left_gathered import check_left, free_left, note_left
+from weft.private_names import replaced
 from weft.tensors.dtensor import groups_of, kept_prefetches, reset_units, set_spec_of, state_of
 from weft.tensors.nested import map_tensors, tensors
 from weft.tensors.remote_parameter import is_elsewhere
@@ -188,17 +189,12 @@ class Units:
         """Keep the units full, which are full now, through calls of the module by this rank alone."""
         torch_internals.STATE_INIT.of(state_of(module))()  # decides about the outermost unit, once
         groups = list(self.groups())
-        before = [one.post_forward_mesh_info for one in groups]
-        self.alone = True
-        for one in groups:
-            one.post_forward_mesh_info = None  # not to be freed after forward
-        try:
-            with kept_prefetches(groups):
-                yield
-        finally:
-            self.alone = False
-            for one, info in zip(groups, before, strict=True):
-                one.post_forward_mesh_info = info
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replaced(self, alone=True))
+            for one in groups:
+                stack.enter_context(replaced(one, post_forward_mesh_info=None))  # not to be freed after forward
+            stack.enter_context(kept_prefetches(groups))
+            yield
 
     def start_anew(self, module: Any) -> None:
         """Put FSDP2 back to the start of a pass."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,32 +15,32 @@ import torch.distributed as dist
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.torch.fsdp.gather_dtype import zeros_for
 
 
 class Unused:
-    """What one backward pass left without gradient."""
+    """What one backward pass left without gradient.
+
+    Attributes:
+        reduced: The names of those that had a gradient when their unit was reduced, in all backward passes since the
+            last that began.
+    """
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._missing: set[str] = set()  # no gradient when a unit was reduced in this backward pass
-        self._used: set[str] = set()
+        self.reduced: set[str] = set()
         self._had_gradient: set[str] = set()
 
     def begin(self, trained: Mapping[str, nn.Parameter] | None) -> None:
         """A backward pass begins; with `trained`, note which of these parameters have a gradient before it."""
         self._missing.clear()
-        self._used.clear()
+        self.reduced.clear()
         if trained is not None:
             self._had_gradient = {name for name, p in trained.items() if p.grad is not None}
 
     def names(self) -> set[str]:
         """Those that got none, on this rank."""
-        return self._missing - self._used
-
-    def reduced(self) -> set[str]:
-        """Those that had a gradient when their unit was reduced, in all backward passes since the last that began."""
-        return self._used
+        return self._missing - self.reduced
 
     def note(self, group: Any, *, fills: bool) -> None:
         """The gradients of a unit are about to be reduced; after several forward passes, several times.
@@ -53,11 +54,11 @@ class Unused:
             if full is None:  # the unit was never gathered
                 continue
             if full.grad is not None or torch_internals.PARAM_KEPT.of(parameter) is not None:
-                self._used.add(torch_internals.PARAM_NAME.of(parameter))
+                self.reduced.add(torch_internals.PARAM_NAME.of(parameter))
             elif full.requires_grad:
                 self._missing.add(torch_internals.PARAM_NAME.of(parameter))
-                if parameter.param_dtype is not None:
-                    zeros_for(parameter)
+                if parameter.param_dtype is not None:  # it is gathered in a lower dtype
+                    torch_internals.PARAM_KEPT.set(parameter, torch.zeros_like(full, dtype=parameter.orig_dtype))
                 elif fills:
                     full.grad = torch.zeros_like(full)
 
@@ -99,17 +100,16 @@ def watch_reductions(groups: Iterable[Any], unused: Unused, enter: Callable[[], 
         fills = not hasattr(unit, "set_reduce_scatter_unused_params")  # torch before 2.13
         if not fills:
             unit.set_reduce_scatter_unused_params(True, recurse=False)
-        torch_internals.GROUP_AFTER_BACKWARD.set(group, _noting(weakref.ref(group), unused, enter, fills=fills))
+        noting = partial(_post_backward, weakref.ref(group), unused, enter, fills=fills)
+        torch_internals.GROUP_AFTER_BACKWARD.set(group, noting)
 
 
-def _noting(group: weakref.ref[Any], unused: Unused, enter: Callable[[], None], *, fills: bool) -> Callable[..., None]:
+def _post_backward(
+    group: weakref.ref[Any], unused: Unused, enter: Callable[[], None], *arguments: Any, fills: bool
+) -> None:
     """FSDP2's function that reduces the gradients of a unit, after a look at which are there."""
-
-    def post_backward(*arguments: Any) -> None:
-        reduced: Any = group()
-        if reduced.reduce_grads:
-            enter()
-            unused.note(reduced, fills=fills)
-        type(reduced).post_backward(reduced, *arguments)
-
-    return post_backward
+    reduced: Any = group()
+    if reduced.reduce_grads:
+        enter()
+        unused.note(reduced, fills=fills)
+    type(reduced).post_backward(reduced, *arguments)

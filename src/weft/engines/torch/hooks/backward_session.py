@@ -9,6 +9,7 @@ with which DDP's reducer or FSDP2 finish their communication.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -51,6 +52,19 @@ class BackwardSession:
             self.flag[0] = 1
             _queue_callback(self._rounds)
             self._begin()
+
+    def entrance(self, enter: Callable[[], None]) -> Callable[..., None]:
+        """A hook on tensors, which calls a method of the session's owner when a backward pass has not entered yet.
+
+        It must not hold the owner, which may hold the tensor, in C++.
+        """
+        flag, method = self.flag, weakref.WeakMethod(enter)
+
+        def hook(_: torch.Tensor | None = None) -> None:
+            if not flag[0] and (alive := method()) is not None:
+                alive()
+
+        return hook
 
     def _leave_two(self) -> None:
         _queue_callback(self._leave_one)

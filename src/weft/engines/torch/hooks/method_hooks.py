@@ -34,6 +34,17 @@ class Removable:
             self._undo.pop()()
 
 
+class Attached:
+    """What was attached to a module, and is taken off by `undo`."""
+
+    def __init__(self) -> None:
+        self._removable = Removable()
+
+    def undo(self) -> None:
+        """Take everything off the module again."""
+        self._removable.remove()
+
+
 def attach(
     module: nn.Module,
     removable: Removable,

@@ -6,7 +6,7 @@ attention. Hooks on these layers tell which of both a module is at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -43,26 +43,19 @@ class DividedLayers:
             is_column = isinstance(style, ColwiseParallel) or str(style).partition(":")[0] == "column"
             if is_column or style == "row" or isinstance(style, RowwiseParallel):
                 after = self._divided if is_column else self._whole
-                attach(module.get_submodule(name), removable, after=_told(partial(after, name)))
+                attach(module.get_submodule(name), removable, after=partial(after, name))
 
     def widths_at(self, name: str) -> frozenset[int]:
         """The sizes of the last dimension of activations that are divided where a module computes; empty: none is."""
         found = [widths for part, widths in self._widths.items() if _is_within(name, part)]
         return frozenset().union(*found)
 
-    def _divided(self, name: str, output: Any) -> None:
+    def _divided(self, name: str, module: nn.Module, args: object, output: Any) -> None:
         self._widths.setdefault(name.rpartition(".")[0], set()).add(output.shape[-1])
 
-    def _whole(self, name: str, output: Any) -> None:
+    def _whole(self, name: str, module: nn.Module, args: object, output: Any) -> None:
         for part in [part for part in self._widths if _is_within(name, part)]:
             del self._widths[part]
-
-
-def _told(tell: Callable[[Any], None]) -> Callable[..., None]:
-    def after(module: nn.Module, args: object, output: Any) -> None:
-        tell(output)
-
-    return after
 
 
 def _is_within(name: str, part: str) -> bool:

@@ -124,12 +124,6 @@ def _scaled(
     return x.mul_(factor) if inplace else x * factor
 
 
-def _dropout(
-    masks: Masks, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> torch.Tensor:
-    return _scaled(masks, input, tuple(input.shape), p, train=training, inplace=inplace)
-
-
 def _of_torch(function: Callable[..., torch.Tensor], *, inplace: bool = False) -> Callable[..., torch.Tensor]:
     """A function of `torch` itself, from that of `torch.nn.functional`."""
 
@@ -137,17 +131,6 @@ def _of_torch(function: Callable[..., torch.Tensor], *, inplace: bool = False) -
         return function(masks, input, p, train, inplace)
 
     return replacement
-
-
-def _feature_dropout(
-    masks: Masks, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> torch.Tensor:
-    """Whole channels are dropped."""
-    return _scaled(masks, input, _of_channels(input), p, train=training, inplace=inplace)
-
-
-def _of_channels(x: torch.Tensor) -> tuple[int, ...]:
-    return (*x.shape[:2], *(1 for _ in x.shape[2:]))
 
 
 def _alpha(
@@ -168,16 +151,24 @@ def _alpha(
     return x.mul_(kept * scale).add_(shift) if inplace else x * (kept * scale) + shift
 
 
-def _alpha_dropout(
-    masks: Masks, input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> torch.Tensor:
-    return _alpha(masks, input, tuple(input.shape), p, train=training, inplace=inplace)
+def _of_functional(compute: Callable[..., Any], shape_of: Callable[[torch.Tensor], Any], *, training: bool) -> Any:
+    """A function of `torch.nn.functional`, with this default of `training`."""
+
+    def replacement(
+        masks: Masks, input: torch.Tensor, p: float = 0.5, training: bool = training, inplace: bool = False
+    ) -> torch.Tensor:
+        return compute(masks, input, shape_of(input), p, train=training, inplace=inplace)  # type: ignore[no-any-return]
+
+    return replacement
 
 
-def _feature_alpha_dropout(
-    masks: Masks, input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> torch.Tensor:
-    return _alpha(masks, input, _of_channels(input), p, train=training, inplace=inplace)
+def _of_elements(x: torch.Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def _of_channels(x: torch.Tensor) -> tuple[int, ...]:
+    """Whole channels are dropped."""
+    return (*x.shape[:2], *(1 for _ in x.shape[2:]))
 
 
 def _bernoulli(masks: Masks, input: torch.Tensor, p: Any = 0.5, *, generator: Any = None) -> torch.Tensor:
@@ -189,7 +180,7 @@ def _bernoulli(masks: Masks, input: torch.Tensor, p: Any = 0.5, *, generator: An
 
 
 def attention(
-    masks: Masks,
+    masks: Masks | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -202,12 +193,15 @@ def attention(
 ) -> torch.Tensor:
     """`F.scaled_dot_product_attention`, step by step where it drops weights: perhaps a part of them.
 
+    Without dropout, no masks are needed.
+
     Source: the reference implementation in its documentation.
     """
     if dropout_p == 0.0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    assert masks is not None
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
@@ -252,6 +246,10 @@ def with_functions(replaced: Mapping[str, Callable[..., Any]]) -> Callable[..., 
 
 _ATTENTIONS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+_dropout = _of_functional(_scaled, _of_elements, training=True)
+_feature_dropout = _of_functional(_scaled, _of_channels, training=True)
+_alpha_dropout = _of_functional(_alpha, _of_elements, training=False)
+_feature_alpha_dropout = _of_functional(_alpha, _of_channels, training=False)
 _REPLACEMENTS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         F.dropout: _dropout,

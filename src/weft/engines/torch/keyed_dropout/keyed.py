@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.hooks.method_hooks import Attached, Removable, attach
 from weft.engines.torch.keyed_dropout.divided_layers import DividedLayers
 from weft.engines.torch.keyed_dropout.functions import AttentionPart, DropoutMode
 from weft.engines.torch.probes.no_trace import is_measured
@@ -68,7 +68,7 @@ class _Forward:
         self.draws: list[_Draw] = []
 
 
-class KeyedDropout:
+class KeyedDropout(Attached):
     """Every dropout of a module, drawn by sample."""
 
     def __init__(self, module: nn.Module, latest: Callable[[], RowKeys | None], key: Key) -> None:
@@ -79,7 +79,7 @@ class KeyedDropout:
             latest: The rows of the batch that a loader gave last, if one was given since this was called last.
             key: See `Key`.
         """
-        self._removable = Removable()
+        super().__init__()
         self._kind = type(module).__name__
         self._parts = [weakref.ref(part) for part in module.modules()]
         self._latest = latest
@@ -97,10 +97,6 @@ class KeyedDropout:
         for name, part in module.named_modules():
             if _may_draw(part):
                 attach(part, self._removable, around=functools.partial(self._run, name), methods=["forward"])
-
-    def undo(self) -> None:
-        """Let dropout draw from torch's generators again."""
-        self._removable.remove()
 
     @torch_internals.untraced
     def _run(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
 from weft.engines.options import TensorOptions
-from weft.engines.probes import Compared
+from weft.engines.probes import Args, Compared, Kwargs
 from weft.engines.torch.parallel.tensor_hooks import cut_sequence, join_sequence
 from weft.engines.torch.probes.compare import LIMIT, LOW_LIMIT, is_low, returned_tensors
 from weft.engines.torch.probes.no_trace import copied, no_trace
@@ -51,17 +51,15 @@ class BetweenBlocks:
         self._mesh = mesh
         self._options = options
 
-    def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def equal_inputs(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         """Nothing more than is compared for the blocks."""
         return ()
 
-    def alone(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def alone(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         """The module, where all but its blocks has whole sequences. Collectives: one all-gather per block."""
         return self._call(args, kwargs, self._joined_around_blocks())
 
-    def measure(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
-    ) -> Iterator[Compared]:
+    def measure(self, name: str, args: Args, kwargs: Kwargs, *, gradients: bool) -> Iterator[Compared]:
         """Compare what is returned.
 
         Yields:
@@ -91,8 +89,8 @@ class BetweenBlocks:
                 own = name in self._options.gathers
                 cut = cut_sequence(self._mesh, name)
                 hook = module.get_submodule(name).register_forward_pre_hook(cut, prepend=own, with_kwargs=True)
-                stack.callback(hook.remove)
+                stack.enter_context(hook)
             for name in names[:-1]:
                 hook = module.get_submodule(name).register_forward_hook(join_sequence(self._mesh), prepend=True)
-                stack.callback(hook.remove)
+                stack.enter_context(hook)
             yield

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from weft.engines.options import FusedPart
+from weft.engines.options import FusedPart, TensorOptions
 from weft.engines.torch.parallel.exchange import exchanged
-from weft.engines.torch.parallel.sequence_exchange import Collectives, find_collectives
+from weft.engines.torch.parallel.sequence_exchange import AllToAll, find_collectives
 from weft.engines.torch.parallel.tensor_hooks import moved
 from weft.tensors.blocks import chunk
 
@@ -47,21 +47,22 @@ class FusedColumns:
         has_run: Whether it has been called since the part around it was.
     """
 
-    def __init__(
-        self, parts: Sequence[FusedPart], group: dist.ProcessGroup, parent: nn.Module, values: Mapping[str, int]
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module, group: dist.ProcessGroup, options: TensorOptions) -> None:
         """Find out what is sent.
 
         Args:
-            parts: The projections in it.
+            name: Of the layer.
+            module: That has it.
             group: The ranks.
-            parent: The part that has the layer.
-            values: What attributes of that are from then on, to the end of the call of the part around it.
+            options: The projections in it (`fused`), and what attributes of the part that has it are from then on,
+                to the end of the call of the part around it (`attributes`).
         """
         ranks, rank = group.size(), group.rank()
+        parts, own = options.fused[name], name.rpartition(".")[0]
+        parent = module.get_submodule(own)
         self.has_run = False
         self._parent = weakref.ref(parent)
-        self._values = {name: (value, getattr(parent, name)) for name, value in values.items()}
+        self._values = {n: (value, getattr(parent, n)) for n, value in options.attributes.get(own, {}).items()}
         self.whole = [part.width for part in parts]
         self.local = [part.width // part.pieces for part in parts]
         held = [chunk(sum(self.whole), ranks, one) for one in range(ranks)]
@@ -70,7 +71,7 @@ class FusedColumns:
         arrives = [_common(wanted[rank], one) for one in held]
         self._sent = [(at - held[rank][0], size) for pieces in sent for at, size in pieces]
         self._arrives = [piece for pieces in arrives for piece in pieces]
-        self._how: _AllToAll | None = _AllToAll(group, find_collectives(), _sizes(arrives), _sizes(sent))
+        self._how: AllToAll | None = AllToAll(group, find_collectives(), _sizes(arrives), _sizes(sent))
 
     def release(self) -> None:
         """Let the process group go."""
@@ -123,40 +124,19 @@ def _sizes(pieces: Sequence[Sequence[_Range]]) -> list[int]:
     return [sum(size for _, size in of_one) for of_one in pieces]
 
 
-class _AllToAll(NamedTuple):
-    """Rows of a tensor: so many from each rank for so many to each; back they go the other way."""
-
-    group: dist.ProcessGroup
-    collectives: Collectives
-    arrives: list[int]
-    sent: list[int]
-
-    def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        send = self.collectives
-        return [send.wait(send.all_to_all(x.contiguous(), self.arrives, self.sent, self.group)) for x in tensors]
-
-    def send_back(self, tracked: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return exchanged(self._replace(arrives=self.sent, sent=self.arrives), gradients)
-
-
 # -- whole sizes, and attributes -------------------------------------------------------------------
 
 
-class LocalSizes:
-    """What is done around the forward of a part with fused layers; see [Note: whole sizes]."""
-
-    def __init__(self, layers: Sequence[FusedColumns], mesh: DeviceMesh) -> None:
-        self._layers = layers
-        self._mesh = mesh
-
-    def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward."""
-        try:
-            with _LocalSizesMode(self._layers, self._mesh):
-                return call(*args, **kwargs)
-        finally:
-            for layer in self._layers:
-                layer.end()
+def with_local_sizes(
+    layers: Sequence[FusedColumns], mesh: DeviceMesh, call: Callable[..., Any], args: _Args, kwargs: _Kwargs
+) -> Any:
+    """Call the forward of a part with fused layers; see [Note: whole sizes]."""
+    try:
+        with _LocalSizesMode(layers, mesh):
+            return call(*args, **kwargs)
+    finally:
+        for layer in layers:
+            layer.end()
 
 
 class _LocalSizesMode(TorchFunctionMode):

@@ -107,7 +107,7 @@ def rows_of_rank(ranks: SequenceRanks, mask: torch.Tensor) -> torch.Tensor:
 def _exchange(ranks: SequenceRanks, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Send block k of each tensor [ranks, ...] to rank k; gives as much, block k from rank k."""
     rows = [block.flatten(1) for block in blocks]
-    flat = _arrived(_AllToAll(ranks), torch.cat(rows, 1).flatten())
+    flat = _arrived(AllToAll(ranks.group, ranks.collectives), torch.cat(rows, 1).flatten())
     pieces = flat.view(ranks.number, -1).split([row.shape[1] for row in rows], 1)
     return list(starmap(torch.Tensor.view_as, zip((p.contiguous() for p in pieces), blocks, strict=True)))
 
@@ -116,17 +116,22 @@ def _arrived(how: Exchange, flat: torch.Tensor) -> torch.Tensor:
     return exchanged(how, [flat])[0] if flat.numel() else flat
 
 
-class _AllToAll(NamedTuple):
-    """Block k to rank k: what came from there goes back to it."""
+class AllToAll(NamedTuple):
+    """Rows of a tensor: so many from each rank for so many to each, or equal blocks; back they go the other way."""
 
-    ranks: SequenceRanks
+    group: dist.ProcessGroup
+    collectives: Collectives
+    arrives: list[int] | None = None
+    sent: list[int] | None = None
 
     def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        send = self.ranks.collectives
-        return [send.wait(send.all_to_all(flat.contiguous(), None, None, self.ranks.group)) for flat in tensors]
+        """Send rows of each; see `Exchange`."""
+        send = self.collectives
+        return [send.wait(send.all_to_all(x.contiguous(), self.arrives, self.sent, self.group)) for x in tensors]
 
     def send_back(self, tracked: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return exchanged(self, gradients)
+        """Send gradients back, in a node of the graph; see `Exchange`."""
+        return exchanged(self._replace(arrives=self.sent, sent=self.arrives), gradients)
 
 
 class _Gathering(NamedTuple):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.torch.hooks.method_hooks import Removable, attach, with_names
+from weft.engines.torch.hooks.method_hooks import Attached, attach, with_names
 from weft.engines.torch.parallel.sequence_code import methods_that_make_masks
 from weft.engines.torch.parallel.sequence_exchange import Method, SequenceRanks, gather_places, rows_of_rank
 from weft.errors import ContractError, listed
@@ -32,7 +32,7 @@ _FIX = (
 )
 
 
-class SplitInputs:
+class SplitInputs(Attached):
     """Checks of the calls of a model and of the parts of it that depend on places.
 
     Attributes:
@@ -40,7 +40,7 @@ class SplitInputs:
     """
 
     def __init__(self, module: nn.Module, ranks: SequenceRanks, method: Method) -> None:
-        self._removable = Removable()
+        super().__init__()
         self.off = False
         self._ranks = ranks
         self._method = method
@@ -50,10 +50,6 @@ class SplitInputs:
         for part, methods in making:
             for name, makers in methods.items():
                 attach(part, self._removable, around=partial(self._with_whole_masks, makers), methods=[name])
-
-    def undo(self) -> None:
-        """Let the model be called with anything again."""
-        self._removable.remove()
 
     def _check_parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise unless the inputs are parts that were cut for this rank, and as attention takes them."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from weft.engines.probes import Compared, OnlyInParts
+from weft.engines.probes import Args, Compared, Kwargs, OnlyInParts
 from weft.engines.torch.parallel.sequence_exchange import SequenceRanks, gather_places
 from weft.engines.torch.probes.compare import (
     LIMIT,
@@ -76,17 +76,15 @@ class SlicedSequences:
         self._turn = 0
         self._needs = 0  # 0: some rows at a time can be computed, and some of their places; 1: all rows; 2: all of them
 
-    def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def equal_inputs(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         """The shapes: the parts differ."""
         return [torch.tensor(t.shape) for t in tensors((args, kwargs))]
 
-    def alone(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def alone(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         """The module, called with whole sequences. Collectives: one all-gather per argument."""
         return self._call(name, *self._sliced(args, kwargs)[1], whole=True)
 
-    def measure(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
-    ) -> Iterator[Compared]:
+    def measure(self, name: str, args: Args, kwargs: Kwargs, *, gradients: bool) -> Iterator[Compared]:
         """Compare what is returned: of each place, and a loss as the mean over the ranks.
 
         At first a loss of few rows is compared as well: in that of all of them, differences of rows may cancel out. And

@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812  (as everywhere)
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.hooks.method_hooks import Attached, attach
 from weft.engines.torch.keyed_dropout.functions import (
     AttentionPart,
     Masks,
@@ -43,7 +43,7 @@ from weft.tensors.nested import tensors
 from weft.tensors.sequence_order import chunks
 
 
-class SplitAttention:
+class SplitAttention(Attached):
     """Attention modules that compute over the sequences of all ranks.
 
     Attributes:
@@ -52,7 +52,7 @@ class SplitAttention:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], ranks: SequenceRanks, method: Method) -> None:
-        self._removable = Removable()
+        super().__init__()
         self.inside = self.off = False
         self._arounds = {name: _Around(self, name, ranks, method) for name in modules}
         for name, module in modules.items():
@@ -65,10 +65,6 @@ class SplitAttention:
         """Let the process group go; forward raises from now on."""
         for around in self._arounds.values():
             around.ranks = None
-
-    def undo(self) -> None:
-        """Let them attend to what they are given again."""
-        self._removable.remove()
 
 
 def _nothing(module: nn.Module, args: object, kwargs: object) -> None:
@@ -201,19 +197,14 @@ def _compute(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    part: AttentionPart | None,
+    part: AttentionPart,
     mask: torch.Tensor | None,
     *,
     causal: bool,
 ) -> torch.Tensor:
     """Some heads or queries, `part` of all of them."""
     grouped = query.shape[1] != key.shape[1]
-    if call.masks is not None and call.dropout:
-        options: dict[str, Any] = {"is_causal": causal, "scale": call.scale, "enable_gqa": grouped, "part": part}
-        return attention(call.masks, query, key, value, mask, call.dropout, **options)
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=causal, scale=call.scale, enable_gqa=grouped
-    )
+    return attention(call.masks, query, key, value, mask, call.dropout, causal, call.scale, grouped, part)
 
 
 def _attend_in_heads(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -227,7 +218,7 @@ def _attend_in_heads(call: _AttentionCall, query: torch.Tensor, key: torch.Tenso
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     query, key, value = parts_to_heads(call.ranks, query, key, value)
     heads = query.shape[1]
-    part = None if call.masks is None else AttentionPart(call.ranks.rank * heads, n * heads)
+    part = AttentionPart(call.ranks.rank * heads, n * heads)
     output = _compute(call, query, key, value, part, call.mask, causal=call.causal)
     return heads_to_parts(call.ranks, output)
 
@@ -242,8 +233,7 @@ def _attend_whole(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, 
     length = key.shape[-2]
     mine = chunks(length, ranks.number, ranks.rank, ranks.order)
     if not call.causal or call.mask is not None:
-        part = None if call.masks is None else AttentionPart(queries=mine)
-        return _compute(call, query, key, value, part, call.mask, causal=call.causal)
+        return _compute(call, query, key, value, AttentionPart(queries=mine), call.mask, causal=call.causal)
     outputs, done = [], 0
     for run in mine:
         mask = None
@@ -251,7 +241,7 @@ def _attend_whole(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, 
             at = torch.arange(run.start, run.stop, device=query.device)
             mask = at[:, None] >= torch.arange(run.stop, device=query.device)
         seen = key[..., : run.stop, :], value[..., : run.stop, :]
-        part = None if call.masks is None else AttentionPart(queries=[run], continues=done > 0)
+        part = AttentionPart(queries=[run], continues=done > 0)
         some = query[..., done : done + len(run), :]
         outputs.append(_compute(call, some, *seen, part, mask, causal=mask is None))
         done += len(run)

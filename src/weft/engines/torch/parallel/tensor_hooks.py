@@ -5,7 +5,7 @@ And what moves around layers that torch's styles do not know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -35,11 +35,7 @@ def gather_argument(mesh: DeviceMesh, arrives: Placement) -> Callable[..., Any]:
 
     All layers that take it then have one message in forward, and one in backward, instead of one each.
     """
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _replaced(args, kwargs, lambda x: moved(x, mesh, arrives, Replicate()))
-
-    return before
+    return _of_argument(lambda x: moved(x, mesh, arrives, Replicate()))
 
 
 def cut_sequence(mesh: DeviceMesh, name: str) -> Callable[..., Any]:
@@ -55,19 +51,12 @@ def cut_sequence(mesh: DeviceMesh, name: str) -> Callable[..., Any]:
             )
         return moved(x, mesh, Replicate(), Shard(1)).to_local()
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _replaced(args, kwargs, cut)
-
-    return before
+    return _of_argument(cut)
 
 
 def whole_sequence(mesh: DeviceMesh) -> Callable[..., Any]:
     """A hook before a part that needs the whole sequence; `own_part` is the one after it."""
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _replaced(args, kwargs, lambda x: moved(x, mesh, Shard(1), Replicate()).to_local())
-
-    return before
+    return _of_argument(lambda x: moved(x, mesh, Shard(1), Replicate()).to_local())
 
 
 def own_part(mesh: DeviceMesh) -> Callable[..., Any]:
@@ -78,6 +67,21 @@ def own_part(mesh: DeviceMesh) -> Callable[..., Any]:
 def join_sequence(mesh: DeviceMesh) -> Callable[..., Any]:
     """A hook that gives every rank the whole sequence again."""
     return _of_output(lambda x: moved(x, mesh, Shard(1), Replicate()).to_local())
+
+
+def _of_argument(change: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+    """A hook that exchanges the first floating-point tensor among the arguments."""
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for place, value in enumerate(args):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return (*args[:place], change(value), *args[place + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return args, {**kwargs, name: change(value)}
+        return args, kwargs
+
+    return before
 
 
 def _of_output(change: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
@@ -126,17 +130,6 @@ def moved(x: Any, mesh: DeviceMesh, arrives: Placement, wanted: Placement) -> An
     if not isinstance(x, DTensor):
         x = as_dtensor(x, mesh, [arrives])
     return x if x.placements == (wanted,) else x.redistribute(placements=[wanted])
-
-
-def _replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any], change: Callable[[Any], Any]) -> Any:
-    """The arguments with another first floating-point tensor."""
-    for place, value in enumerate(args):
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return (*args[:place], change(value), *args[place + 1 :]), kwargs
-    for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return args, {**kwargs, name: change(value)}
-    return args, kwargs
 
 
 def hooks_of(part: nn.Module) -> _Known:

@@ -8,9 +8,9 @@ which each rank has a part are added up in one message (`part_sums.py`).
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +25,11 @@ from weft import torch_internals
 from weft.engines.options import TensorOptions
 from weft.engines.peers import Peers
 from weft.engines.probes import Probe
-from weft.engines.torch.hooks.backward_session import BackwardSession
+from weft.engines.torch.hooks.backward_session import BackwardSession, when_entered
 from weft.engines.torch.hooks.function_transforms import refuse_torch_func
 from weft.engines.torch.hooks.method_hooks import attach
 from weft.engines.torch.parallel.between_blocks import BetweenBlocks
-from weft.engines.torch.parallel.fused_columns import FusedColumns, LocalSizes
+from weft.engines.torch.parallel.fused_columns import FusedColumns, with_local_sizes
 from weft.engines.torch.parallel.part_sums import PartSums
 from weft.engines.torch.parallel.tensor_hooks import (
     TransposedStyle,
@@ -53,9 +53,9 @@ from weft.engines.torch.probes.no_trace import is_measured
 from weft.engines.torch.probes.whole_unit import TensorUnits, is_in, units_around
 from weft.engines.torch.reducing.strategy import Strategy
 from weft.errors import ContractError, listed
+from weft.private_names import replaced
 from weft.tensors.blocks import unsharded_parameter
 from weft.tensors.dtensor import replace_parameters
-from weft.tensors.nested import tensors
 
 
 class TensorParallelModule(Strategy):
@@ -68,12 +68,12 @@ class TensorParallelModule(Strategy):
         self._ranks, self.mean_over = self.mean_over, 1  # gradients are added up, not averaged
         self._mesh = mesh
         before = hooks_of(module)
-        self._fused = {name: self._fused_columns(module, name, group, options) for name in options.fused}
+        self._fused = {name: FusedColumns(name, module, group, options) for name in options.fused}
         self._cut_layers(module, options)
         for name, part in units_around(module, options.styles).items() if self._fused or options.head_tables else ():
             inside = [fused for one, fused in self._fused.items() if is_in(one, name)]
             if inside or options.head_tables:
-                attach(part, self._removable, around=LocalSizes(inside, mesh), methods=["forward"])
+                attach(part, self._removable, around=partial(with_local_sizes, inside, mesh), methods=["forward"])
         for name in options.gathers:
             arrives = Shard(1) if name in options.inside else Replicate()
             attach(module.get_submodule(name), self._removable, before=gather_argument(mesh, arrives))
@@ -84,7 +84,7 @@ class TensorParallelModule(Strategy):
             attach(first, self._removable, before=cut_sequence(mesh, options.blocks[0]), first=True)
             attach(last, self._removable, after=join_sequence(mesh))
         for name in ("", *options.styles):  # parts may be called past the module
-            attach(module.get_submodule(name), self._removable, after=_hook_outputs(_refuse_graph))
+            attach(module.get_submodule(name), self._removable, after=partial(_hook_outputs, _refuse_graph))
         begins = options.blocks[0] if options.blocks else None
         for tell in options.told:
             tell(module, options.styles, mesh.get_local_rank(), mesh.size(), self._removable, first_block=begins)
@@ -140,14 +140,6 @@ class TensorParallelModule(Strategy):
             for part, name in uses:
                 torch_internals.PARAMETERS.of(part)[name] = cut
         del kept
-
-    def _fused_columns(
-        self, module: nn.Module, name: str, group: dist.ProcessGroup, options: TensorOptions
-    ) -> FusedColumns:
-        parent = name.rpartition(".")[0]
-        return FusedColumns(
-            options.fused[name], group, module.get_submodule(parent), options.attributes.get(parent, {})
-        )
 
     def _style_of(
         self, name: str, part: nn.Module, style: str | ParallelStyle, options: TensorOptions
@@ -229,9 +221,9 @@ class TensorParallelModule(Strategy):
 
     def _watch(self, module: nn.Module, options: TensorOptions) -> None:
         """Learn when a backward pass comes back through the module, or a part whose gradients are parts of sums."""
-        self._entrance = _entrance(self._session.flag, weakref.ref(self))
+        self._entrance = self._session.entrance(self.enter)
         for name in sorted({name.rpartition(".")[0] for name in options.summed} - {""}):
-            attach(module.get_submodule(name), self._removable, after=_hook_outputs(self._entrance))
+            attach(module.get_submodule(name), self._removable, after=partial(_hook_outputs, self._entrance))
         attach(module, self._removable, before=self._before, after=self._after, first=True)
         refuse_torch_func(self._what, module, self._removable)
 
@@ -258,7 +250,7 @@ class TensorParallelModule(Strategy):
         if not torch.is_grad_enabled() or self._group is None or (self._sums.checked and not self._sums):
             return
         self._look(module)
-        _hook_outputs(self._entrance)(module, args, output)
+        _hook_outputs(self._entrance, module, args, output)
 
     @torch_internals.untraced
     def _look(self, module: nn.Module) -> None:
@@ -268,14 +260,9 @@ class TensorParallelModule(Strategy):
             trained = [p for p in module.parameters() if p.requires_grad]
             self._steps.look(next(iter(trained), None), lambda: trained)
 
-    @contextlib.contextmanager
-    def without_backward(self) -> Iterator[None]:
+    def without_backward(self) -> AbstractContextManager[None]:
         """Leave backward passes alone, as those inside a pipeline's call, which fill no `.grad`."""
-        self._ignores = True
-        try:
-            yield
-        finally:
-            self._ignores = False
+        return replaced(self, _ignores=True)
 
     def enter(self) -> None:
         """The first gradient of a backward pass is here."""
@@ -308,16 +295,10 @@ def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     return torch_internals.PARAMETERS.of(module.get_submodule(part)), own
 
 
-def _hook_outputs(entrance: Callable[[torch.Tensor], None]) -> Callable[..., None]:
+def _hook_outputs(hook: Callable[[torch.Tensor], None], module: nn.Module, args: Any, output: Any) -> None:
     """A hook on a module; what is compiled is left to the hook around it, and a probe leaves no gradients."""
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_measured():
-            for tensor in tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(entrance)
-
-    return after
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_measured():
+        when_entered(output, hook)
 
 
 def _refuse_graph(gradient: torch.Tensor) -> None:
@@ -329,15 +310,3 @@ def _refuse_graph(gradient: torch.Tensor) -> None:
             expected="first derivatives: torch's layers, also without weft, drop the graph of their gradients",
             fix="model, ctx = weft.replicate(model, ctx)  # instead of tensor_parallel",
         )
-
-
-def _entrance(flag: bytearray, owner: weakref.ref[TensorParallelModule]) -> Callable[[torch.Tensor], None]:
-    """A hook on a tensor; it must not hold the owner, which may hold the tensor, in C++."""
-
-    def enter(_: torch.Tensor) -> None:
-        if not flag[0]:
-            alive = owner()
-            if alive is not None:
-                alive.enter()
-
-    return enter

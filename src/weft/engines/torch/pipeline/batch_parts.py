@@ -43,10 +43,6 @@ class Inputs(NamedTuple):
     kwargs: dict[str, Any]
     target: Any = NOTHING
 
-    def nested(self) -> tuple[Any, ...]:
-        """All of it, as one nested value."""
-        return (self.args, self.kwargs, () if self.target is NOTHING else self.target)
-
 
 def inputs_of(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, has_loss: bool) -> Inputs:
     """Tell the target of a loss function from what forward takes.
@@ -109,7 +105,7 @@ class MicroBatches:
         Raises:
             ValueError: The batch cannot be divided; a tensor has another number of rows; or one needs a gradient.
         """
-        found = [t for t in tensors(inputs.nested()) if t.dim()]
+        found = [t for t in tensors(inputs) if t.dim()]
         if not found:
             raise value_error(
                 "pipeline: there is nothing to cut into micro-batches",
@@ -134,7 +130,7 @@ class MicroBatches:
         self.whole = inputs
         self._rows = rows
         self.parts = [_rows(inputs, rows, slice(i * rows // number, (i + 1) * rows // number)) for i in range(number)]
-        self.key = (number, *((tuple(t.shape), t.dtype) for t in tensors(inputs.nested())))
+        self.key = (number, *((tuple(t.shape), t.dtype) for t in tensors(inputs)))
 
     def together(self, numbers: Sequence[int]) -> Inputs:
         """Several micro-batches, as one batch."""
@@ -145,7 +141,7 @@ class MicroBatches:
 
 
 def _check_rows(inputs: Inputs, rows: int, number: int) -> None:
-    named = [(".".join(path), leaf) for path, leaf in leaves(inputs.nested()) if isinstance(leaf, torch.Tensor)]
+    named = [(".".join(path), leaf) for path, leaf in leaves(inputs) if isinstance(leaf, torch.Tensor)]
     wrong = [f"{name} of shape {tuple(t.shape)}" for name, t in named if t.dim() and t.shape[0] not in (1, rows)]
     if wrong:
         raise value_error(
@@ -168,8 +164,7 @@ def _rows(inputs: Inputs, rows: int, part: slice | list[int]) -> Inputs:
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         return rows_cut(tensor, part) if tensor.dim() and tensor.shape[0] == rows else tensor
 
-    target = inputs.target if inputs.target is NOTHING else map_tensors(cut, inputs.target)
-    return Inputs(map_tensors(cut, inputs.args), map_tensors(cut, inputs.kwargs), target)
+    return map_tensors(cut, inputs)
 
 
 # -- models of transformers --------------------------------------------------------------------------

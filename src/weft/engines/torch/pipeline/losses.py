@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.hooks.method_hooks import Attached, attach
 from weft.engines.torch.pipeline.batch_parts import NOTHING, Inputs, inputs_of
 from weft.engines.torch.pipeline.stage_parameters import WaitingGradients
 from weft.errors import ContractError, ProbeFailed, type_error
@@ -29,17 +29,13 @@ _ROUNDING = MappingProxyType(dict(zip(_DTYPES, (1e-11, 1e-5, 1e-2, 2e-3), strict
 FORMS = ("tensor", "output", "dict")
 
 
-class SingleStage:
+class SingleStage(Attached):
     """Calls of a module take a target."""
 
     def __init__(self, module: nn.Module, loss: Callable[[Any, Any], Any] | None) -> None:
         self._loss = loss
-        self._removable = Removable()
+        super().__init__()
         attach(module, self._removable, around=self._around, methods=["forward"])
-
-    def undo(self) -> None:
-        """Let calls give the output again."""
-        self._removable.remove()
 
     def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._loss is not None

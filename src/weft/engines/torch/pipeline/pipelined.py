@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import InitVar, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +62,7 @@ _NEEDS_MORE = (ContractError, RuntimeError, ValueError, TypeError, IndexError, A
 _KEPT_BYTES = 1 << 28  # of outputs, to compute their loss together
 
 
+@dataclass(eq=False, repr=False)
 class PipelinedModule:
     """The stages of this rank, and the calls of the module.
 
@@ -68,36 +71,28 @@ class PipelinedModule:
         owners: The rank of each stage.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        options: PipelineOptions,
-        peers: Peers,
-        guard: Callable[[], AbstractContextManager[None]],
-        share: Callable[[Any, int], Any],
-        copies: Mapping[str, Sequence[int]],
-        loss_scale: Any = None,
-    ) -> None:
-        self._loss_scale = loss_scale  # its `value`, of fp16
-        self._options = options
-        self._group = group
-        self._device = device
-        self._peers = peers
-        self._guard = guard
-        self._share = share
+    _module: nn.Module
+    _group: dist.ProcessGroup
+    _device: torch.device
+    _options: PipelineOptions
+    _peers: Peers
+    _guard: Callable[[], AbstractContextManager[None]]
+    _share: Callable[[Any, int], Any]
+    copies: InitVar[Mapping[str, Sequence[int]]]
+    _loss_scale: Any  # its `value`, of fp16; or None
+
+    def __post_init__(self, copies: Mapping[str, Sequence[int]]) -> None:
+        module, group, device, options = self._module, self._group, self._device, self._options
         self.owners = owners(options.schedule, dist.get_world_size(group), len(options.stages))
         self.here = tuple(n for n, rank in enumerate(self.owners) if rank == dist.get_rank(group))
         self._last = len(options.stages) - 1
         self._removable = Removable()
-        self._module = module
         self._forward = StageForward(module, options.stages, self.here, device, self._removable)
         self._borders = Borders(group, self.owners, device, self._forward.returned_until)
         self._aliases = Aliases()
         self._tied = TiedGradients(copies, group)
         self._schedules: dict[Any, Any] = {}
-        wide = loss_scale is not None
+        wide = self._loss_scale is not None
         self._rows = RowProbe(options.probes, module, self._borders, self.here, len(options.stages), wide=wide)
         self.schedule = self._rows.schedule
         self._lent = LentLayers(module, options.stages, self.owners, group, device)
@@ -165,31 +160,17 @@ class PipelinedModule:
         return form_of(loss, FORMS[result.form])
 
     def _run(self, call: Callable[..., Any], batches: MicroBatches, *, is_sum: bool) -> tuple[Result, Sequence[float]]:
-        number = len(batches.parts)
-        is_new = batches.key not in self._schedules
         self._pass = _PipelineCall(call, batches)
         if self._loss_scale is not None:
             self._pass.factor = self._loss_scale.value.clone()
         self._calls += 1
         self._rows.begin()
         try:
-            if is_new:
-                self._probe(batches)
-                examples = {
-                    n: self._borders.examples(batches.key, n) for n in {*self.here, *(n - 1 for n in self.here)}
-                }
-                self._schedules[batches.key] = make_schedule(
-                    self._options.schedule,
-                    self._stage_modules,
-                    self._last + 1,
-                    self._group,
-                    self._device,
-                    number,
-                    examples,
-                )
+            if batches.key not in self._schedules:
+                self._make_schedule(batches)
             for stage in self._stage_modules.values():
                 stage.begin(self._module)
-            target = {"target": torch.arange(number)} if self._last in self.here else {}
+            target = {"target": torch.arange(len(batches.parts))} if self._last in self.here else {}
             self._schedules[batches.key].step(**target)
             self._forward.seeds = True
             mixed = self._rows.measure(
@@ -205,8 +186,8 @@ class PipelinedModule:
             self._rows.end()
         return share_result(found, self._device, self._group, self.owners[self._last]), mixed
 
-    def _probe(self, batches: MicroBatches) -> None:
-        """Let each stage see once what it receives: the forward of the first micro-batch."""
+    def _make_schedule(self, batches: MicroBatches) -> None:
+        """Let each stage see once what it receives, in a forward of the first micro-batch; make torch's schedule."""
         with torch.no_grad(), measured():
             for stage in self.here:
                 received = self._borders.receive(batches.key, stage)
@@ -214,6 +195,10 @@ class PipelinedModule:
                 if stage == self._last:
                     output = self._loss_of(output, batches.parts[0]).value.reshape(1)
                 self._borders.send(batches.key, stage, output)
+        number, examples = len(batches.parts), partial(self._borders.examples, batches.key)
+        self._schedules[batches.key] = make_schedule(
+            self._options.schedule, self._stage_modules, self._last + 1, self._group, self._device, number, examples
+        )
 
     def _compute(self, key: Hashable, stage: int, part: Inputs, received: Any) -> Any:
         running = self._pass
@@ -314,6 +299,7 @@ class PipelinedModule:
         if count is not None:
             for part in (batches.whole, *batches.parts):
                 part.kwargs["num_items_in_batch"] = count
+        has_loss = self._options.loss is not None and inputs.target is not NOTHING
         outputs: list[Any] = []
         self._pass = _PipelineCall(call, batches)
         try:
@@ -324,7 +310,8 @@ class PipelinedModule:
                         with contextlib.nullcontext() if cache is None else cache.in_stage():
                             output = self._compute(None, stage, part, received)
                         if stage == self._last:
-                            outputs.append(self._sendable(output, part, is_sum=count is not None))
+                            loss = self._loss_of(output, part) if has_loss else None
+                            outputs.append(sendable(output, loss, is_sum=count is not None))
                         else:
                             self._borders.send(None, stage, output)
                 self._borders.wait()
@@ -342,10 +329,6 @@ class PipelinedModule:
     def _break_off(self, error: Exception) -> None:
         self._broke_off = str(error).partition("\n")[0] or type(error).__name__
         self._peers.report(error)
-
-    def _sendable(self, output: Any, part: Inputs, *, is_sum: bool) -> Any:
-        has_loss = self._options.loss is not None and part.target is not NOTHING
-        return sendable(output, self._loss_of(output, part) if has_loss else None, is_sum=is_sum)
 
 
 class _PipelineCall:

@@ -17,7 +17,7 @@ from torch import nn
 
 from weft import torch_internals
 from weft.engines.probes import Compared, ProbeMode, Schedule
-from weft.engines.torch.pipeline.batch_parts import NOTHING, Inputs, MicroBatches
+from weft.engines.torch.pipeline.batch_parts import Inputs, MicroBatches
 from weft.engines.torch.pipeline.losses import MicroBatchLoss, Result, batch_loss
 from weft.engines.torch.pipeline.outputs import join_rows, row_dims
 from weft.engines.torch.pipeline.stage_borders import Borders
@@ -143,7 +143,7 @@ class RowProbe:
 
 
 def _check_same_batch(inputs: Inputs, group: dist.ProcessGroup, device: torch.device) -> None:
-    others = [dist.get_global_rank(group, rank) for rank in differing_ranks(inputs.nested(), group, device)]
+    others = [dist.get_global_rank(group, rank) for rank in differing_ranks(inputs, group, device)]
     if others:
         raise ProbeFailed(
             "pipeline: the ranks of one pipeline were given different batches",
@@ -230,7 +230,7 @@ class _Runs:
             with self._modes(together=together):
                 self._renew_buffers()
                 for stage in self._here:
-                    received = map_tensors(_leaf, self._borders.receive(None, stage))
+                    received = map_tensors(lambda t: t.detach().requires_grad_(), self._borders.receive(None, stage))
                     output, returned = self._compute(stage, batch, received)
                     ends[number, stage] = list(tensors(received)), output
                     if stage < self._last:
@@ -295,15 +295,7 @@ class _Runs:
 
 
 def _in_float32(inputs: Inputs) -> Inputs:
-    def wide(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.float() if tensor.dtype is torch.float16 else tensor
-
-    target = inputs.target if inputs.target is NOTHING else map_tensors(wide, inputs.target)
-    return Inputs(map_tensors(wide, inputs.args), map_tensors(wide, inputs.kwargs), target)
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_()
+    return map_tensors(lambda t: t.float() if t.dtype is torch.float16 else t, inputs)
 
 
 def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ looped BFS: Lamy-Poirier, 2023; zero bubble: Qi et al., 2024; DualPipeV: DeepSee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -116,7 +116,7 @@ def make_schedule(
     group: dist.ProcessGroup,
     device: torch.device,
     micro_batches: int,
-    borders: Mapping[int, Sequence[torch.Tensor]],
+    borders: Callable[[int], tuple[torch.Tensor, ...]],
 ) -> Any:
     """Torch's schedule over the stages of this rank.
 
@@ -127,27 +127,16 @@ def make_schedule(
         group: The ranks of the pipeline.
         device: Of this rank.
         micro_batches: How many.
-        borders: Tensors on meta like those that leave each stage; of -1 there are none.
+        borders: Gives tensors on meta like those that leave a stage; of -1 there are none.
     """
     from torch.distributed.pipelining import PipelineStage, schedules  # noqa: PLC0415  (a second of imports in torch)
 
     kind = SCHEDULES[schedule]
     stages = [
-        PipelineStage(
-            module,
-            number,
-            num_stages,
-            device,
-            input_args=tuple(borders[number - 1]),
-            output_args=tuple(borders[number]),
-            group=group,
-        )
-        for number, module in modules.items()
+        PipelineStage(module, n, num_stages, device, input_args=borders(n - 1), output_args=borders(n), group=group)
+        for n, module in modules.items()
     ]
     run: Callable[..., Any] = getattr(schedules, kind.name)
-    return run(stages if kind.per_rank != 1 else stages[0], micro_batches, loss_fn=_stage_loss, scale_grads=False)
-
-
-def _stage_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss, which the last stage has computed."""
-    return output.sum()
+    # What the last stage computes is the loss.
+    options: dict[str, Any] = {"loss_fn": lambda output, _: output.sum(), "scale_grads": False}
+    return run(stages if kind.per_rank != 1 else stages[0], micro_batches, **options)

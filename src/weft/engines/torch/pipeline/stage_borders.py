@@ -7,6 +7,7 @@ positions from it, of the whole sequence where an embedding has returned that an
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +31,17 @@ class LayerOutput(NamedTuple):
     form: str
     shapes: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
 
+    def filled(self, make: Callable[[tuple[int, ...], torch.dtype], Any]) -> Any:
+        """The like of it, of what is made for each shape and dtype."""
+        values = [None if shape is None else make(*shape) for shape in self.shapes]
+        return values[0] if self.form == "tensor" else tuple(values) if self.form == "tuple" else values
+
 
 _FORMS = ("tensor", "tuple", "list")
 Earlier = tuple[tuple[int, LayerOutput], ...]  # the layers, by number, from which on others are returned than before
 
 
+@dataclass(eq=False, repr=False)
 class Borders:
     """The borders of the stages of this rank.
 
@@ -45,19 +52,14 @@ class Borders:
         returned: What the layers up to the end of a stage have returned, by number.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        owners: Sequence[int],
-        device: torch.device,
-        returned: Callable[[int], Iterable[tuple[int, Any]]],
-    ) -> None:
-        self._returned = returned
+    _group: dist.ProcessGroup
+    _owners: Sequence[int]
+    _device: torch.device
+    _returned: Callable[[int], Iterable[tuple[int, Any]]]
+
+    def __post_init__(self) -> None:
+        self._rank = dist.get_rank(self._group)
         self._earlier: dict[tuple[Hashable, int], Earlier] = {}
-        self._group = group
-        self._owners = owners
-        self._device = device
-        self._rank = dist.get_rank(group)
         self._known: dict[tuple[Hashable, int], LayerOutput] = {}
         self._here: dict[int, tuple[torch.Tensor, ...]] = {}  # between two stages of this rank
         self._back: dict[int, Sequence[torch.Tensor]] = {}  # the gradients
@@ -135,9 +137,8 @@ class Borders:
         """Tensors in the form in which the last layer of a stage gave them."""
         if stage < 0:
             return None
-        border, given = self._known[key, stage], iter(tensors)
-        values = [None if shape is None else next(given) for shape in border.shapes]
-        return values[0] if border.form == "tensor" else tuple(values) if border.form == "tuple" else values
+        given = iter(tensors)
+        return self._known[key, stage].filled(lambda *_: next(given))
 
     def flat(self, key: Hashable, stage: int, output: Any) -> tuple[torch.Tensor, ...]:
         """The tensors of what leaves a stage, each with a graph.
@@ -195,13 +196,6 @@ def _runs(returned: Iterable[tuple[int, Any]]) -> Earlier:
         if found is None and (not runs or runs[-1][1] != _form(output, entries)):
             runs.append((number, _form(output, entries)))
     return tuple(runs)
-
-
-def empty_output(output: LayerOutput, make: Callable[[torch.Tensor], Any]) -> Any:
-    """What a layer has returned, of what `make` makes of tensors on meta."""
-    shapes = output.shapes
-    values = [None if one is None else make(torch.empty(one[0], dtype=one[1], device="meta")) for one in shapes]
-    return values[0] if output.form == "tensor" else tuple(values) if output.form == "tuple" else values
 
 
 def _words(border: LayerOutput, earlier: Earlier, device: torch.device) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch import nn
 
 from weft.engines.torch.pipeline.batch_parts import Inputs
 from weft.errors import value_error
+from weft.private_names import replaced
 from weft.tensors.messages import control_device
 
 _KINDS = ("DynamicLayer", "DynamicSlidingWindowLayer")
@@ -76,11 +77,8 @@ class StageCache:
             self._after[layer_idx] = dict(vars(cache.layers[layer_idx]))
             return found
 
-        vars(cache)["update"] = noted
-        try:
+        with replaced(cache, update=noted):
             yield
-        finally:
-            vars(cache).pop("update", None)
 
     def end(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Keep what the stages of this rank have added, and of the other layers the shapes. Collectives: an all-reduce.

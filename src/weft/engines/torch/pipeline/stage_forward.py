@@ -16,6 +16,8 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import InitVar, dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -23,9 +25,10 @@ from torch import nn
 
 from weft.engines.torch.hooks.method_hooks import Removable, route_calls
 from weft.engines.torch.pipeline.remote_output import RemoteOutput, has_remote
-from weft.engines.torch.pipeline.stage_borders import Earlier, empty_output
+from weft.engines.torch.pipeline.stage_borders import Earlier
 from weft.engines.torch.probes.no_trace import random_kept
 from weft.errors import ContractError
+from weft.private_names import replaced
 from weft.tensors.nested import map_tensors, tensors
 
 _IN_ORDER = "weft.pipeline(model, ctx, stages=[[names of layers], ...]) in the order of forward"
@@ -49,6 +52,7 @@ class _StageCall:
         self.is_done = False
 
 
+@dataclass(eq=False, repr=False)
 class StageForward:
     """Runs the stages of one module.
 
@@ -59,17 +63,13 @@ class StageForward:
         seeds: Whether each layer draws random numbers of its own, whatever was drawn before it.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        stages: Sequence[Sequence[str]],
-        here: Sequence[int],
-        device: torch.device,
-        removable: Removable,
-    ) -> None:
-        self._device = device
-        self.stages = stages
-        self.here = tuple(here)
+    module: InitVar[nn.Module]
+    stages: Sequence[Sequence[str]]
+    here: Sequence[int]
+    _device: torch.device
+    removable: InitVar[Removable]
+
+    def __post_init__(self, module: nn.Module, removable: Removable) -> None:
         self.returned: Any = None
         self.seeds = False
         self._kind = type(module).__name__
@@ -77,12 +77,13 @@ class StageForward:
         self._running: _StageCall | None = None
         self._given: dict[str, Any] = {}  # like what layers have returned, as far as known
         self._lend: Callable[[int, str], AbstractContextManager[None]] | None = None
-        self._numbers = {name: number for number, name in enumerate(name for names in stages for name in names)}
-        for number, names in enumerate(stages):
+        self._numbers = {name: number for number, name in enumerate(name for names in self.stages for name in names)}
+        for number, names in enumerate(self.stages):
             parts = [(name, module.get_submodule(name)) for name in names if not _is_parameter(module, name)]
             self._layers |= {name for name, _ in parts}
             for name, part in parts:
-                route_calls(part, removable, _routed(weakref.ref(self), number, name, is_last=name == parts[-1][0]))
+                is_last = name == parts[-1][0]
+                route_calls(part, removable, partial(_route, weakref.ref(self), number, name, is_last=is_last))
 
     def returned_until(self, stage: int) -> Iterator[tuple[int, Any]]:
         """What the layers up to the end of a stage have returned last, without values, by number."""
@@ -106,7 +107,7 @@ class StageForward:
         call = _StageCall(stage, received)
         ends = [number for number, _ in earlier[1:]] + [sum(map(len, self.stages[:stage]))]
         for (start, output), end in zip(earlier, ends, strict=False):
-            like = empty_output(output, lambda tensor: RemoteOutput.like(tensor, self._device))
+            like = output.filled(self._like)
             for name in list(self._numbers)[start:end]:
                 self._given[name] = like
         before, self._running = self._running, call
@@ -141,20 +142,15 @@ class StageForward:
                 for name in names:
                     if name not in self._layers:
                         stack.enter_context(lend(number, name))
-            self._lend = lend
-            try:
-                return forward()
-            finally:
-                self._lend = None
+            stack.enter_context(replaced(self, _lend=lend))
+            return forward()
 
     def route(self, number: int, name: str, run: Callable[..., Any], args: Any, kwargs: Any, *, is_last: bool) -> Any:
         """What a call of a layer does; see [Note: one forward for all stages]."""
         call = self._running
         if self._lend is not None:
             with self._lend(number, name):
-                output = self._run(name, run, args, kwargs)
-            self._note(name, output)
-            return output
+                return self._run(name, run, args, kwargs)
         if call is None:
             if number not in self.here:
                 self._raise_not_here(number, name)
@@ -169,7 +165,6 @@ class StageForward:
             self._raise_order(f"{name} of stage {number} is given what another stage computes", fix=_THROUGH)
         self._check_real((args, kwargs))
         output = self._run(name, run, args, kwargs)
-        self._note(name, output)
         if not is_last:
             return output
         if number == len(self.stages) - 1:
@@ -181,14 +176,16 @@ class StageForward:
         return map_tensors(RemoteOutput.like, output)
 
     def _run(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self.seeds:
-            return run(*args, **kwargs)
-        with random_kept():
-            torch.manual_seed((1 + self._numbers[name]) << 32)
-            return run(*args, **kwargs)
-
-    def _note(self, name: str, output: Any) -> None:
+        """Run a layer, and note what it returns, without values."""
+        with random_kept() if self.seeds else contextlib.nullcontext():
+            if self.seeds:
+                torch.manual_seed((1 + self._numbers[name]) << 32)
+            output = run(*args, **kwargs)
         self._given[name] = map_tensors(lambda tensor: RemoteOutput.like(tensor, any_shape=True), output)
+        return output
+
+    def _like(self, shape: tuple[int, ...], dtype: torch.dtype) -> RemoteOutput:
+        return RemoteOutput.like(torch.empty(shape, dtype=dtype, device="meta"), self._device)
 
     def _of_earlier(self, call: _StageCall, number: int, name: str, *, is_last: bool) -> Any:
         if call.has_received:
@@ -229,16 +226,14 @@ class StageForward:
         )
 
 
-def _routed(owner: weakref.ref[StageForward], number: int, name: str, *, is_last: bool) -> Callable[..., Any]:
-    """The calls of one layer; its hook does not hold the owner."""
-
-    def route(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        alive = owner()
-        if alive is None:
-            return run(*args, **kwargs)
-        return alive.route(number, name, run, args, kwargs, is_last=is_last)
-
-    return route
+def _route(
+    owner: weakref.ref[StageForward], number: int, name: str, run: Any, args: Any, kwargs: Any, *, is_last: bool
+) -> Any:
+    """A call of one layer, whose hook does not hold the owner."""
+    alive = owner()
+    if alive is None:
+        return run(*args, **kwargs)
+    return alive.route(number, name, run, args, kwargs, is_last=is_last)
 
 
 def _is_parameter(module: nn.Module, name: str) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from weft import torch_internals
 from weft.engines.torch.hooks.every_optimizer import before_every_step, parameters_of
 from weft.engines.torch.probes.compare import largest_over
+from weft.private_names import replaced
 from weft.tensors.dtensor import is_fsdp_unit, is_sharded, local, resting_parameters, state_of
 
 
@@ -85,22 +86,14 @@ def gather_units_once(module: nn.Module) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    units: list[Any] = (
-        [part for part in module.modules() if part is not module and isinstance(part, kind)] if kind else []
-    )
-    states = list({id(state): state for state in map(state_of, units)}.values())
-    training = torch_internals.STATE_TRAINING
-    before = [training.of(state) for state in states]
+    units: list[Any] = [part for part in module.modules() if part is not module and is_fsdp_unit(part)]
     for unit in units:
         unit.unshard()
-    try:
-        for state in states:
-            training.set(state, torch_internals.BEFORE_BACKWARD.found)
+    with contextlib.ExitStack() as stack:
+        for state in {id(state): state for state in map(state_of, units)}.values():
+            training = {torch_internals.STATE_TRAINING.name: torch_internals.BEFORE_BACKWARD.found}
+            stack.enter_context(replaced(state, **training))
         yield
-    finally:
-        for state, was in zip(states, before, strict=True):
-            training.set(state, was)
 
 
 class TiedGradients:
@@ -193,22 +186,18 @@ class WaitingGradients:
         self.scale = scale
 
 
+@dataclass(eq=False, repr=False)
 class LentLayers:
     """Layers of other stages on this rank, with what the rank of their stage lends for one call."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        stages: Sequence[Sequence[str]],
-        owners: Sequence[int],
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self._module = module
-        self._owners = owners
-        self._group = group
-        self._device = device
-        self._slots = {name: _slots(module, name) for names in stages for name in names}
+    _module: nn.Module
+    stages: InitVar[Sequence[Sequence[str]]]
+    _owners: Sequence[int]
+    _group: dist.ProcessGroup
+    _device: torch.device
+
+    def __post_init__(self, stages: Sequence[Sequence[str]]) -> None:
+        self._slots = {name: _slots(self._module, name) for names in stages for name in names}
 
     def can_lend(self) -> bool:
         """Whether no rank has shards. Collectives: one all-reduce."""

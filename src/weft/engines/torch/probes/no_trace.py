@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.torch.probes.repeated_hooks import HOOKS
+from weft.private_names import replaced
 from weft.tensors.dtensor import groups_of, is_fsdp_unit, kept_prefetches, local
 from weft.tensors.sequence_order import with_note_of
 
@@ -53,14 +54,10 @@ def keeps_activations() -> bool:
 @contextlib.contextmanager
 def switched_off(parts: Iterable[Any]) -> Iterator[None]:
     """Let what divides a module among ranks, by an attribute `off`, do nothing: calls are those of one process."""
-    held = list(parts)
-    for part in held:
-        part.off = True
-    try:
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(replaced(part, off=True))
         yield
-    finally:
-        for part in held:
-            part.off = False
 
 
 @contextlib.contextmanager

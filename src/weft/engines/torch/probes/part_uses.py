@@ -45,14 +45,12 @@ def watched(columns: Sequence[nn.Module], rows: Sequence[nn.Module], refuse: Cal
         taken.update(_nodes(args))
         ends.update(_nodes(output))
 
-    hooks = [one.register_forward_hook(see_column) for one in columns]
-    hooks += [one.register_forward_hook(see_row) for one in rows]
-    try:
-        with _HookedNodes() as hooked:
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as stack, _HookedNodes() as hooked:
+        for one in columns:
+            stack.enter_context(one.register_forward_hook(see_column))
+        for one in rows:
+            stack.enter_context(one.register_forward_hook(see_row))
+        yield
     if begins and taken:
         _watch(begins, taken, ends, hooked.nodes, refuse)
 

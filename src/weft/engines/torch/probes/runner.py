@@ -27,7 +27,7 @@ from weft import torch_internals
 from weft.engines.peers import Peers
 from weft.engines.probes import Compared, OnlyInParts, Probe, ProbeMode, Schedule, StagesProbe, WatchingProbe
 from weft.engines.torch.hooks.function_transforms import in_torch_func
-from weft.engines.torch.hooks.method_hooks import Removable, already_compiled, attach, route_calls
+from weft.engines.torch.hooks.method_hooks import Attached, already_compiled, attach, route_calls
 from weft.engines.torch.probes.compare import (
     OF_PARTS,
     difference,
@@ -40,6 +40,7 @@ from weft.engines.torch.probes.no_trace import copied, is_measured, measured, no
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
 from weft.engines.torch_errors import mixed_kinds_error
 from weft.errors import ProbeFailed, listed
+from weft.private_names import replaced
 from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.nested import leaves, tensors
 from weft.tensors.remote_parameter import is_elsewhere
@@ -49,7 +50,7 @@ _Found = tuple[float, Compared]  # how many times the limit it differs
 _TIED = 0.999  # of the largest difference
 
 
-class Prober:
+class Prober(Attached):
     """The probe of one transform on a module."""
 
     def __init__(
@@ -78,7 +79,7 @@ class Prober:
         self._calls = Schedule(mode, [""])
         self._all_due = 0
         self._module = weakref.ref(module)
-        self._removable = Removable()
+        super().__init__()
         if mode == "off" or peers.pretended:
             return
         for name, unit in probe.units.items():
@@ -90,10 +91,6 @@ class Prober:
         if probe.spare is not None:
             route_calls(module, self._removable, self._told)
             attach(module, self._removable, around=self._around_forward, methods=["forward"])
-
-    def undo(self) -> None:
-        """Take the hooks off."""
-        self._removable.remove()
 
     # -- the calls of a unit; see [Note: where a probe runs] ---------------------------------------
 
@@ -175,13 +172,10 @@ class Prober:
         return output
 
     def _rehearse(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._rehearses = torch.is_grad_enabled()
+        rehearses = replaced(self, _rehearses=torch.is_grad_enabled())
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        try:
-            with no_trace(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                functional_call(module, buffers, *copied((args, kwargs)))
-        finally:
-            self._rehearses = None
+        with rehearses, no_trace(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            functional_call(module, buffers, *copied((args, kwargs)))
 
     def _before(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():

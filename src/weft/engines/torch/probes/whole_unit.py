@@ -23,12 +23,12 @@ from torch.func import functional_call
 from typing_extensions import override
 
 from weft.engines.options import TensorOptions
-from weft.engines.probes import Compared
+from weft.engines.probes import Args, Compared, Kwargs
 from weft.engines.torch.probes.compare import LIMIT, LOW_LIMIT, difference, is_low, largest_over, returned_tensors
 from weft.engines.torch.probes.no_trace import as_made, attributes_of, copied, no_trace
 from weft.engines.torch.probes.part_uses import watched
 from weft.engines.torch.probes.repeated_hooks import hooks_off
-from weft.tensors.blocks import full_tensor
+from weft.tensors.blocks import chunk, full_tensor
 from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.messages import gathered
 from weft.tensors.nested import map_tensors, tensors
@@ -126,11 +126,11 @@ class WholeUnits:
         assert unit is not None
         return unit
 
-    def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def equal_inputs(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         """All arguments."""
         return args, kwargs
 
-    def alone(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def alone(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         """The unit, called with whole parameters. Collectives: those that make them whole."""
         given = map_tensors(lambda t: self._joined(t, name, (args, kwargs)), (args, kwargs))
         return self._call_whole(name, self._whole(name), *given)
@@ -173,9 +173,7 @@ class WholeUnits:
         """What makes this rank's part of an output of one process, where it is one."""
         return same
 
-    def measure(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
-    ) -> Iterator[Compared]:
+    def measure(self, name: str, args: Args, kwargs: Kwargs, *, gradients: bool) -> Iterator[Compared]:
         """Compare in 32 bits where the unit computes in 16, whose rounding is larger than some mistakes.
 
         Yields:
@@ -350,7 +348,7 @@ class TensorUnits(WholeUnits):
         self._own_hooks = frozenset(own_hooks)
 
     @override
-    def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def equal_inputs(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         """All arguments, but for the part of the sequence that each rank holds."""
         found = list(tensors((args, kwargs)))
         at = _first_float(found) if self._comes_split(name) and name != self._options.blocks[0] else None
@@ -368,9 +366,7 @@ class TensorUnits(WholeUnits):
         return watched(columns, rows, refuse)
 
     @override
-    def measure(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
-    ) -> Iterator[Compared]:
+    def measure(self, name: str, args: Args, kwargs: Kwargs, *, gradients: bool) -> Iterator[Compared]:
         """Compare as the base class does: a few rows, and all of them if these differ or cannot be computed.
 
         Yields:
@@ -403,9 +399,7 @@ class TensorUnits(WholeUnits):
 
     @override
     def _part(self, whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        size, rank = self._mesh.size(), self._mesh.get_local_rank()
-        held = -(-whole.shape[dim] // size)  # but for the last ranks, which get what is left
-        return whole.narrow(dim, min(rank * held, whole.shape[dim]), max(min(held, whole.shape[dim] - rank * held), 0))
+        return whole.narrow(dim, *chunk(whole.shape[dim], self._mesh.size(), self._mesh.get_local_rank()))
 
     @override
     def _as_found(self, name: str, number: int, found: torch.Tensor, expected: torch.Tensor) -> _Cut:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.hooks import RemovableHandle
 
 from weft import torch_internals
 from weft.engines.probes import Probe
@@ -90,7 +89,6 @@ class DividedExperts:
         self.probes: tuple[Probe, ...] = (ExpertUnits(units, self._line.group, layers, self.owners), rows)
         refuse_local_losses("expert_parallel", module, self._removable)
         refuse_torch_func("expert_parallel", module, self._removable)
-        self._hooks: list[RemovableHandle] = []
         self._every_step = before_every_step(self, DividedExperts._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -101,7 +99,8 @@ class DividedExperts:
             id(module.get_parameter(name)) in held for name, owner in self.owners.items() if owner is None
         ):
             check_steps_on_shards("expert_parallel", optimizer)
-            self._hooks += step_on_one_kind(optimizer)
+            for hook in step_on_one_kind(optimizer):
+                self._removable.add(hook.remove)
 
     def release(self) -> None:
         """Let the process group go."""
@@ -113,8 +112,6 @@ class DividedExperts:
         """Give every rank all experts again. Collectives: an all-gather per stacked parameter, a broadcast per rank."""
         module = self._module()
         self._removable.remove()
-        for hook in self._hooks:
-            hook.remove()
         if module is not None:
             cut = [p for n, p in _named(module) if self.owners.get(n, 0) is None and isinstance(p, DTensor)]
             replace_parameters(module, {p: unsharded_parameter(p, None) for p in cut})

@@ -28,6 +28,7 @@ from weft.engines.torch.parallel.experts.expert_placeholders import (
     Noting,
 )
 from weft.engines.torch.probes.no_trace import random_kept
+from weft.private_names import replaced
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.messages import control_device
 from weft.tensors.nested import map_tensors
@@ -160,7 +161,7 @@ class ListedExperts:
         def unused(row: torch.Tensor) -> torch.Tensor:
             return torch.zeros(1, *end, dtype=dtype, device=row.device) + row.sum() * 0
 
-        with _forward_replaced(expert, unused):
+        with replaced(expert, forward=unused):
             return expert(one)[:0]  # type: ignore[no-any-return]
 
     def _join_gathers(self, held: list[nn.Module]) -> torch.Tensor | None:
@@ -172,7 +173,7 @@ class ListedExperts:
         row = torch.zeros(1, 1, device=device, requires_grad=torch.is_grad_enabled())
         found = []
         for expert in sharded:
-            with _forward_replaced(expert, lambda row: row * 0):
+            with replaced(expert, forward=lambda row: row * 0):
                 found.append(expert(row))
         return torch.cat(found)
 
@@ -232,19 +233,6 @@ def _held(experts: nn.ModuleList, line: Line) -> slice:
     """The experts of this rank."""
     held = len(experts) // line.size
     return slice(line.place * held, (line.place + 1) * held)
-
-
-@contextlib.contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = own
 
 
 def _tied(output: Any, rows: torch.Tensor | None) -> Any:

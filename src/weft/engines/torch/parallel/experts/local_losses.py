@@ -7,6 +7,7 @@ however the model is divided.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,24 +39,19 @@ def check_local_losses(what: str, module: nn.Module) -> None:
 def refuse_local_losses(what: str, module: nn.Module, removable: Removable) -> None:
     """Let calls raise that ask for such a loss; see `check_local_losses`."""
     for part in _models(module):
-        attach(part, removable, before=_Refusing(what))
+        attach(part, removable, before=partial(_refuse, what))
 
 
-class _Refusing:
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __call__(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        asked = kwargs.get("output_router_logits")
-        asked = model.config.output_router_logits if asked is None else asked
-        if asked and _factor(model) and kwargs.get("labels") is not None and torch.is_grad_enabled():
-            raise ContractError(
-                f"{self._what}: {type(model).__name__} would add the load balancing loss of its routers, over the "
-                "local batch",
-                found=f"output_router_logits=True with labels, router_aux_loss_coef={_factor(model)}",
-                expected=_EXPECTED,
-                fix=_FIX,
-            )
+def _refuse(what: str, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    asked = kwargs.get("output_router_logits")
+    asked = model.config.output_router_logits if asked is None else asked
+    if asked and _factor(model) and kwargs.get("labels") is not None and torch.is_grad_enabled():
+        raise ContractError(
+            f"{what}: {type(model).__name__} would add the load balancing loss of its routers, over the local batch",
+            found=f"output_router_logits=True with labels, router_aux_loss_coef={_factor(model)}",
+            expected=_EXPECTED,
+            fix=_FIX,
+        )
 
 
 def _models(module: nn.Module) -> list[Any]:

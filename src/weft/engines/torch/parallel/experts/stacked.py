@@ -42,7 +42,7 @@ class StackedExperts:
             return call(*args, **kwargs)
         part = self._part()
         assert part is not None
-        hidden, index, weights = self._arguments(part, *args, **kwargs)
+        _, hidden, index, weights = inspect.signature(type(part).forward).bind(part, *args, **kwargs).args
         experts = next(len(p) for p in torch_internals.PARAMETERS.of(part).values() if p is not None)
         held = experts // self._line.size
         order, per_expert, unknown = _sorted(index, experts)
@@ -56,12 +56,6 @@ class StackedExperts:
         # Row by row and then the sum over K: adding up by index has no fixed order on an accelerator.
         placed = own.new_zeros(index.numel(), own.shape[-1]).index_copy(0, order, own)
         return placed.view(*index.shape, own.shape[-1]).sum(1).to(hidden.dtype)
-
-    @staticmethod
-    def _arguments(part: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        bound = inspect.signature(type(part).forward).bind(part, *args, **kwargs)
-        _, hidden, index, weights = bound.args
-        return hidden, index, weights
 
     def _exchange_counts(
         self, counts: torch.Tensor, unknown: torch.Tensor, index: torch.Tensor

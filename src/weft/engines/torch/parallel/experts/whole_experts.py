@@ -19,7 +19,7 @@ from torch.func import functional_call
 from typing_extensions import override
 
 from weft import torch_internals
-from weft.engines.probes import Compared
+from weft.engines.probes import Args, Compared, Kwargs
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
 from weft.engines.torch.probes.compare import is_low, parts_suppressed, returned_tensors
@@ -64,7 +64,7 @@ class ExpertUnits(WholeUnits):
         self._owners = owners
 
     @override
-    def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def equal_inputs(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         """Nothing: each rank has tokens of its own."""
         return ()
 
@@ -139,9 +139,7 @@ class SplitRows(ExpertUnits):
         self._rows = next((len(t) for t in tensors((args, kwargs)) if t.ndim), 0)
 
     @override
-    def measure(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
-    ) -> Iterator[Compared]:
+    def measure(self, name: str, args: Args, kwargs: Kwargs, *, gradients: bool) -> Iterator[Compared]:
         """Compare what a layer returns, what it leaves in attributes to be trained on, and what its new buffers change.
 
         Not measured is a layer that communicates by itself, or that cannot be computed with half of its rows.
