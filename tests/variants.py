@@ -15,9 +15,12 @@ def slow_cases(*cases):
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
-def diagonal(first, second):
-    """All pairs of values of two parameters: as many in the ordinary suite as it takes for each value to be there."""
-    quick = {(i % len(first), i % len(second)) for i in range(max(len(first), len(second)))}
+def diagonal(first, second, *, every=1):
+    """All pairs of values of two parameters: as many in the ordinary suite as it takes for each value to be there.
+
+    Or, of those, the first of `every` so many.
+    """
+    quick = {(i % len(first), i % len(second)) for i in range(0, max(len(first), len(second)), every)}
     return [
         pytest.param(one, two, marks=[] if (i, j) in quick else [pytest.mark.slow])
         for i, one in enumerate(first)

@@ -160,6 +160,7 @@ CASES = [pytest.param("keep", QUICK, id="keep")] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "cases"), CASES)
 def test_a_call_of_the_system_that_goes_wrong(tmp_path, library, how, cases):
     root = Path(__file__).parents[2]

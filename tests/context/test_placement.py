@@ -265,6 +265,7 @@ def _share_a_device(ctx):
     return it.fix, str(it.error)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_device_are_told_on_all_ranks_before_nccl_is(monkeypatch):
     for fix, error in run_ranks(_share_a_device, 3):
         assert re.search("ranks (0 and 2|2 and 0) on cuda:0 GPU-1", error)

@@ -104,6 +104,7 @@ def test_a_wrong_table_changes_nothing(table, text):
     weft.with_precision(model, weft.local(), "bf16")
 
 
+@pytest.mark.slow
 def test_fix_lines():
     with told("contract/name_table.py", "is no pattern of names") as it:
         weft.with_precision(net(), weft.local(), {nn.Linear: "bf16"})

@@ -39,6 +39,7 @@ def test_sizes_that_contradict_each_other_raise_with_the_arithmetic(sizes, text)
         weft.data.batch_math(fake(0, 4), **sizes)
 
 
+@pytest.mark.slow
 def test_sizes_that_are_tried():
     tried, alive = [], []
 

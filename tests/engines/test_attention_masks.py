@@ -277,6 +277,7 @@ def long_sequences(ctx, method):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["heads", "gather"])
 def test_parts_of_long_sequences_are_measured_with_their_masks(method):
     for found in run_ranks(long_sequences, 2, method, mesh={"context": 2}):

@@ -5,6 +5,7 @@ import shlex
 import sys
 import tomllib
 
+import pytest
 import torch
 
 import weft
@@ -41,6 +42,7 @@ def _partitioned(ctx):
     return found, str(it.error), it.fix
 
 
+@pytest.mark.slow
 def test_without_deepspeed_the_line_to_type_is_told():
     ((found, text, fix),) = run_ranks(_partitioned, 1)
     assert found == []

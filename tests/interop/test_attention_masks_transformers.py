@@ -127,7 +127,7 @@ def _differences(found, expected):
 def test_documents_are_as_one_by_one(kind, layout, ranks, method, order):
     model = _model(kind)
     expected = _trained(model, lambda step: _one_by_one(kind, model, step))
-    found = run_ranks(_train, ranks, kind, layout, method, order, mesh={"context": ranks})
+    found = run_ranks(_train, ranks, kind, layout, method, order, mesh={"context": ranks}, probes="auto")
     assert _differences(found, expected) < 1e-10
 
 

@@ -107,7 +107,7 @@ TWO, FOUR, BOTH = {"context": 2}, {"context": 4}, {"data": 2, "context": 2}
 def test_training_is_that_of_one_process(kind, mesh, strategy, method, steps):
     losses, norms, parameters = _reference(kind, steps)
     ranks = 4 if sum(mesh.values()) == 4 else 2
-    for found in run_ranks(_train, ranks, kind, strategy, method, steps, mesh=mesh):
+    for found in run_ranks(_train, ranks, kind, strategy, method, steps, mesh=mesh, probes="auto"):
         assert found[0] == pytest.approx(losses, abs=1e-12, rel=0)
         assert found[1] == pytest.approx(norms, abs=1e-12, rel=0)
         assert max((a - b).abs().max().item() for a, b in zip(found[2], parameters, strict=True)) < 1e-12

@@ -103,7 +103,7 @@ def test_ten_steps_are_those_of_one_process(mesh, kind):
     model = _model(kind)
     numbers, parameters, logits = _fit(model, lambda x, y: _loss(model(x), y), weft.local())
     ranks = 4 if len(mesh) == 2 or mesh["pipeline"] == 4 else 2
-    found = run_ranks(_trained, ranks, kind, "data" in mesh, mesh=mesh)
+    found = run_ranks(_trained, ranks, kind, "data" in mesh, mesh=mesh, probes="auto")
     assert {name for _, own, _ in found for name in own} == set(parameters)
     assert all((value - parameters[n]).abs().max() < 1e-12 for _, own, _ in found for n, value in own.items())
     for steps, _, given in found:
@@ -118,7 +118,7 @@ def test_parts_of_sequences_go_from_stage_to_stage(kind):
     model = _model(kind)
     numbers, parameters, logits = _fit(model, lambda x, y: _loss(model(x), y), weft.local(), steps=4)
     mesh = {"pipeline": 2, "tensor": 2}
-    for steps, own, given in run_ranks(_trained, 4, kind, None, True, mesh=mesh):
+    for steps, own, given in run_ranks(_trained, 4, kind, None, True, mesh=mesh, probes="auto"):
         assert all((value - parameters[name]).abs().max() < 1e-12 for name, value in own.items())
         assert (given - logits).abs().max() < 1e-12
         for (loss, norm), (expected, wanted) in zip(steps, numbers, strict=False):

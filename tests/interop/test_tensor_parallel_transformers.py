@@ -99,7 +99,7 @@ def difference(one, two):
 )
 def test_a_model_trains_as_in_one_process(kind, options, sequence):
     losses, norms, expected = reference(kind, 10, **options)
-    for found in run_ranks(train, 2, kind, 10, sequence, None, options, mesh={"tensor": 2}):
+    for found in run_ranks(train, 2, kind, 10, sequence, None, options, mesh={"tensor": 2}, probes="auto"):
         assert max(abs(a - b) for a, b in zip(losses, found[0], strict=True)) < 1e-12
         assert max(abs(a - b) for a, b in zip(norms, found[1], strict=True)) < 1e-12
         assert difference(expected, found[2]) < 1e-12
@@ -121,7 +121,7 @@ def test_on_four_ranks(mesh, strategy, kind):
     options = {"tie_word_embeddings": kind in ("Llama", "GPT2")}
     _, norms, expected = reference(kind, 10, **options)
     for sequence in (False, True):
-        for found in run_ranks(train, 4, kind, 10, sequence, strategy, options, mesh=mesh):
+        for found in run_ranks(train, 4, kind, 10, sequence, strategy, options, mesh=mesh, probes="auto"):
             assert max(abs(a - b) for a, b in zip(norms, found[1], strict=True)) < 1e-12
             assert difference(expected, found[2]) < 1e-12
 

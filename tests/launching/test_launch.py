@@ -174,6 +174,7 @@ def test_a_script_sees_what_python_would_show_it(tmp_path):
         assert found["omp"] == str(found["threads"]) == str(max((os.cpu_count() or 1) // 2, 1))
 
 
+@pytest.mark.slow
 def test_of_ranks_that_fail_apart_the_first_is_told(tmp_path):
     _write(tmp_path, "train.py", "import os\nraise ValueError('on ' + os.environ['RANK'])\n")
     done = _launch("-n", 2, "train.py", folder=tmp_path)

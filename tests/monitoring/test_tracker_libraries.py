@@ -216,6 +216,7 @@ def _check_losses(found):
     assert [value for _, value in found] == pytest.approx([value for _, value in LOSSES])
 
 
+@pytest.mark.slow
 def test_the_file_store_of_mlflow(tmp_path):
     found = _found("mlflow", tmp_path)
     _check_losses(found["losses"])
@@ -223,6 +224,7 @@ def test_the_file_store_of_mlflow(tmp_path):
     assert found["table"] == [TABLE] and found["kept"] == ["of the run"] and found["status"] == "FINISHED"
 
 
+@pytest.mark.slow
 def test_an_offline_run_of_wandb(tmp_path):
     found = _found("wandb", tmp_path)
     _check_losses(found["losses"])

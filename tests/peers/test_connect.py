@@ -54,6 +54,7 @@ def test_somebody_who_comes_late_is_waited_for(after_s):
         assert after_s <= time.monotonic() - begin + 0.01 < 10
 
 
+@pytest.mark.slow
 def test_nobody_comes(caplog):
     port = _free_port()
     with caplog.at_level(logging.WARNING, logger="weft"):

@@ -198,6 +198,7 @@ def _pipeline(ctx, leaver):
         return "done"
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_late_is_waited_for_and_one_that_left_is_named():
     assert run_ranks(_pipeline, 3, None, timeout_s=55) == ["done"] * 3
     with pytest.raises(RanksFailed) as caught:

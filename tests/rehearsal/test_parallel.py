@@ -195,6 +195,7 @@ def listed_mixture(ctx):
     return step
 
 
+@pytest.mark.slow
 def test_a_list_of_experts_is_rehearsed_as_it_runs():
     found = assert_rehearsed(listed_mixture, 2, mesh={"data": 1, "expert": 2}, assume={"choices": "balanced"})
     assert any(message.kind == "all_to_all" for message in found.messages)

@@ -392,6 +392,7 @@ def test_bad_arguments_are_refused(arguments):
         weft.rehearse(sharded, **arguments)
 
 
+@pytest.mark.slow
 def test_a_second_rehearsal_at_the_same_time_is_refused():
     def refused():
         with pytest.raises(ContextError, match="another rehearsal is running in this process") as error:
@@ -440,6 +441,7 @@ def nesterov(parameters):
     return torch.optim.SGD(parameters, 0.7, momentum=0.9, nesterov=True)
 
 
+@pytest.mark.slow
 def test_the_exchange_of_local_steps_is_shown_whatever_the_number_of_steps():
     def body(ctx, **options):
         model = nn.Linear(4, 4)

@@ -2,7 +2,7 @@
 
     python -m tests.repository.renamed_names [name ...]    # default: every name that these trainings use
 
-Each name is tried in processes of its own, forked from this one, with three of the trainings that use it; a name that
+Each name is tried in processes of its own, forked from this one, with two of the trainings that use it; a name that
 is given, with all of them.
 """
 
@@ -216,7 +216,7 @@ def main(only):
     for name in only or sorted(set().union(*uses.values()) - BY_SPELLING):
         trainings = [training for training in TRAININGS if name in uses[training]]
         if not only:
-            trainings = trainings[:: -(-len(trainings) // 3)]  # at most three, of all kinds
+            trainings = trainings[:: -(-len(trainings) // 2)]  # at most two, of all kinds
         found = run(name, trainings)
         for training in trainings:
             expected = [one[training] for one in base]

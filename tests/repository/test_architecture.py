@@ -115,6 +115,7 @@ for _ in range(9):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the cost is measured in forks of one import of torch")
 def test_import_costs_less_than_50_ms_after_torch(tmp_path):
     """Where 200 modules with 8 small classes and functions each cost 31 ms, as on a quiet machine of 2026."""
@@ -174,6 +175,7 @@ print([name for name in {**before, **after} if before.get(name) != after.get(nam
 """
 
 
+@pytest.mark.slow
 def test_no_module_or_class_attribute_changes_while_training():
     assert _python(TRAINING) == "[]\n"
 

@@ -204,6 +204,7 @@ def test_the_language_model_leaves_weights_and_a_log(trained):
         assert steps["loss"] == steps["tokens_per_s"] == list(range(1, 13)) and steps["held_out_loss"] == [12]
 
 
+@pytest.mark.slow
 def test_a_finished_run_of_the_language_model_is_trained_further(trained, tmp_path):
     """On one rank after two, with the losses of a run that was never interrupted."""
     shutil.copytree(trained[2][1], tmp_path / "resumed")

@@ -27,7 +27,7 @@ def _losses(ranks, mesh, **options):
     return first
 
 
-QUICK = {"tensor2-sequence", "pipeline2-shard2", "data2-expert2"}  # the other meshes: `pytest -m slow`
+QUICK = {"tensor2-sequence", "data2-expert2"}  # the other meshes: `pytest -m slow`
 
 
 def _case(ranks, experts=0, *, sequence=False, **mesh):

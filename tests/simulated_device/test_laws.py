@@ -96,6 +96,7 @@ def _process_after(ctx, rows, job):
     return os.getpid()
 
 
+@pytest.mark.slow
 def test_a_second_job_of_the_same_processes_computes_with_its_own_groups():
     rows, mesh = [TENSOR, REPLICATE], {"data": 2, "tensor": 2}
     job = laws.Job(dtype=torch.float64)

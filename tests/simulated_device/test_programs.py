@@ -310,6 +310,7 @@ def _taken_back(ctx):
     return there, back, it.fix
 
 
+@pytest.mark.slow
 def test_undo_brings_the_state_back_and_fused_steps_are_refused():
     for there, back, fix in on_ranks(_taken_back, 2):
         assert (there, back) == ({"cpu"}, {"sim"})

@@ -438,7 +438,7 @@ def _here(cell):
 AXES = {how: {how: 2} for how in ("tensor", "expert", "context", "pipeline")}
 
 
-QUICK = ("fully_shard", "tensor", "pipeline")
+QUICK = ("fully_shard",)
 
 
 @pytest.mark.parametrize("how", [*QUICK, *slow(*(how for how in _table() if how not in QUICK))])

@@ -145,9 +145,9 @@ def check(ranks, mesh, how, **options):
         (2, None, "root"),
         (2, None, "unit"),
         (2, {"tensor": 2}, ""),
-        (4, {"data": 2, "tensor": 2}, "unit"),
-        (4, {"data": 2, "context": 2}, "unit"),
         *slow_cases(
+            (4, {"data": 2, "tensor": 2}, "unit"),
+            (4, {"data": 2, "context": 2}, "unit"),
             (4, None, "replicate"),
             (4, None, "root"),
             (4, None, "unit"),

@@ -263,6 +263,7 @@ def _users(ctx):
     return found
 
 
+@pytest.mark.slow
 def test_optimizers_that_weft_does_not_know_step_as_in_one_process():
     expected = {}
     for block in (Block, Routed):

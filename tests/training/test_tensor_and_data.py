@@ -61,6 +61,7 @@ def read_and_undo(ctx, strategy, sequence):
     return parameters, gradients, {name: p.detach() for name, p in module.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_and_gradients_are_whole_and_everything_is_taken_back(strategy):
     module, parameters = plain(2)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.fix_lines.told import told
-from tests.variants import pairs, slow_cases
+from tests.variants import pairs, slow, slow_cases
 from weft.errors import ContextError, ContractError, OrderError
 from weft.tensors.sequence_order import SequencePart, places
 from weft.testing import run_ranks
@@ -182,7 +182,7 @@ def test_training_is_that_of_one_process(mesh, strategy, method, order, steps, s
     epochs = 2 if steps == 1 else 5  # 12 steps, or 10
     expected = _reference(steps, epochs)
     ranks = 4 if len(mesh) == 2 else mesh["context"]
-    for found in run_ranks(_train, ranks, strategy, method, order, steps, epochs, shares, mesh=mesh):
+    for found in run_ranks(_train, ranks, strategy, method, order, steps, epochs, shares, mesh=mesh, probes="auto"):
         _check_equal(found, expected)
 
 
@@ -337,8 +337,10 @@ def _resume(ctx, directory, options):
 )
 def test_a_checkpoint_is_restored_on_another_mesh(tmp_path, mesh, options):
     losses, _, parameters = _reference(1, 2)
-    run_ranks(_save, 2, tmp_path, mesh={"context": 2})
-    for found, trained in run_ranks(_resume, 4 if sum(mesh.values()) == 4 else 2, tmp_path, options, mesh=mesh):
+    run_ranks(_save, 2, tmp_path, mesh={"context": 2}, probes="auto")
+    for found, trained in run_ranks(
+        _resume, 4 if sum(mesh.values()) == 4 else 2, tmp_path, options, mesh=mesh, probes="auto"
+    ):
         assert found == pytest.approx(losses[len(losses) // 2 :], abs=1e-12, rel=0)
         assert max((a - b).abs().max().item() for a, b in zip(trained, parameters, strict=True)) < 1e-12
 
@@ -696,7 +698,7 @@ def _alone(ctx, *, averages):
     optimizer.step()
 
 
-@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize("averages", [True, *slow(False)])
 def test_a_step_on_gradients_of_one_part_alone_is_refused(averages):
     run_ranks(_alone, 2, averages=averages, mesh={"context": 2})
 

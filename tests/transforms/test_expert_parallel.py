@@ -341,7 +341,7 @@ FAST = [case for case in CASES if case[1:] in ((2, "replicate", 1), (2, "fully_s
 )
 def test_ten_steps_are_those_of_one_process(mesh, ranks, strategy, steps):
     losses, norms, parameters = _alone(StackedNet, steps)
-    for found in run_ranks(_trained, ranks, StackedNet, strategy, steps, {}, mesh=mesh):
+    for found in run_ranks(_trained, ranks, StackedNet, strategy, steps, {}, mesh=mesh, probes="auto"):
         assert found[0] == pytest.approx(losses, rel=0, abs=1e-12)
         assert found[1] == pytest.approx(norms, rel=0, abs=1e-12)
         assert largest_difference(parameters, found[2]) < 1e-12
@@ -390,9 +390,9 @@ def _resumed(ctx, strategy, directory):
 )
 def test_a_training_resumes_on_another_mesh(one, other, tmp_path):
     strategy, mesh, ranks = one
-    losses, norms, averages = run_ranks(_saved, ranks, strategy, str(tmp_path), mesh=mesh)[0]
+    losses, norms, averages = run_ranks(_saved, ranks, strategy, str(tmp_path), mesh=mesh, probes="auto")[0]
     strategy, mesh, ranks = other
-    for found in run_ranks(_resumed, ranks, strategy, str(tmp_path), mesh=mesh):
+    for found in run_ranks(_resumed, ranks, strategy, str(tmp_path), mesh=mesh, probes="auto"):
         assert found[3] == 0.0
         assert found[0] == pytest.approx(losses, rel=0, abs=1e-12)
         assert found[1] == pytest.approx(norms, rel=0, abs=1e-12)
@@ -464,6 +464,7 @@ def _in_stages(ctx, strategy):
     return losses, [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fully_shard", *slow("zero_partition", "replicate")])
 def test_experts_in_stages_are_trained_and_undone_as_in_one_process(strategy):
     model, losses = _net(ChainedNet), []
@@ -475,7 +476,7 @@ def test_experts_in_stages_are_trained_and_undone_as_in_one_process(strategy):
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    for found, parameters in run_ranks(_in_stages, 4, strategy, mesh={"pipeline": 2, "expert": 2}):
+    for found, parameters in run_ranks(_in_stages, 4, strategy, mesh={"pipeline": 2, "expert": 2}, probes="auto"):
         assert found == pytest.approx(losses, rel=0, abs=1e-12)
         assert largest_difference(parameters, [p.detach() for p in model.parameters()]) < 1e-12
 

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 import weft
 from tests.fix_lines.told import told
+from tests.variants import slow
 from weft.engines.torch.pipeline.schedules import SCHEDULES
 from weft.errors import ContractError, OrderError
 from weft.testing import RanksFailed, fake, run_ranks
@@ -150,7 +151,7 @@ def test_every_schedule_computes_the_numbers_of_one_process(ranks, make):
         numbers.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()))
         optimizer.step()
         optimizer.zero_grad()
-    found = run_ranks(_all_schedules, ranks, make, mesh={"pipeline": ranks})
+    found = run_ranks(_all_schedules, ranks, make, mesh={"pipeline": ranks}, probes="auto")
     for schedule in SCHEDULES:
         _check([one[schedule] for one in found], (numbers, _own(model)))
 
@@ -175,14 +176,17 @@ def _windows(ctx, strategy, steps, epochs, make=_net):
     return _fit(model, model, ctx, steps=steps, epochs=epochs, batch=batch, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("make", [_net, _tied])
+@pytest.mark.parametrize("make", [_net, *slow(_tied)])
 def test_windows_with_a_short_last_one_and_clipping(make):
-    _check(run_ranks(_windows, 2, None, 3, 5, make, mesh={"pipeline": 2}), _reference(3, 5, make))
+    _check(run_ranks(_windows, 2, None, 3, 5, make, mesh={"pipeline": 2}, probes="auto"), _reference(3, 5, make))
 
 
 @pytest.mark.slow
 def test_copies_that_are_divided_have_one_gradient():
-    _check(run_ranks(_windows, 4, None, 3, 1, _tied, mesh={"pipeline": 2, "tensor": 2}), _reference(3, 1, _tied))
+    _check(
+        run_ranks(_windows, 4, None, 3, 1, _tied, mesh={"pipeline": 2, "tensor": 2}, probes="auto"),
+        _reference(3, 1, _tied),
+    )
 
 
 @pytest.mark.slow
@@ -191,7 +195,7 @@ def test_copies_that_are_divided_have_one_gradient():
     [("replicate", _tied), ("units", _tied), ("fully_shard", _net), (1, _tied), (2, _net), (3, _tied)],
 )
 def test_strategies_over_the_data_axis(strategy, make):
-    found = run_ranks(_windows, 4, strategy, 3, 5, make, mesh={"data": 2, "pipeline": 2})
+    found = run_ranks(_windows, 4, strategy, 3, 5, make, mesh={"data": 2, "pipeline": 2}, probes="auto")
     _check(found, _reference(3, 5, make))
 
 
@@ -469,9 +473,9 @@ def test_a_checkpoint_of_a_pipeline_is_that_of_one_process(tmp_path, make):
     one, two = {"is_pipelined": False, "make": make}, {"is_pipelined": True, "make": make, "mesh": {"pipeline": 2}}
     first = _run(weft.local(), tmp_path / "one", 0, 2, **one)
     second = _run(weft.local(), tmp_path / "one", 2, 2, **one)
-    _check(run_ranks(_run, 2, tmp_path / "two", 0, 2, **two), first)
+    _check(run_ranks(_run, 2, tmp_path / "two", 0, 2, probes="auto", **two), first)
     _check([_run(weft.local(), tmp_path / "two", 2, 2, **one)], second)
-    _check(run_ranks(_run, 2, tmp_path / "one", 2, 2, **two), second)
+    _check(run_ranks(_run, 2, tmp_path / "one", 2, 2, probes="auto", **two), second)
 
 
 @pytest.mark.slow
@@ -480,10 +484,10 @@ def test_a_checkpoint_of_a_pipeline_is_that_of_one_process(tmp_path, make):
 def test_checkpoints_between_meshes(tmp_path, strategy, make):
     second = [_run(weft.local(), tmp_path / "one", begin, 2, is_pipelined=False, make=make) for begin in (0, 2)][1]
     mesh, options = {"data": 2, "pipeline": 2}, {"is_pipelined": True, "make": make}
-    run_ranks(_run, 4, tmp_path / "four", 0, 2, strategy=strategy, mesh=mesh, **options)
-    _check(run_ranks(_run, 2, tmp_path / "four", 2, 2, mesh={"pipeline": 2}, **options), second)
-    _check(run_ranks(_run, 4, tmp_path / "four", 2, 2, mesh={"pipeline": 4}, **options), second)
-    found = run_ranks(_run, 4, tmp_path / "one", 2, 2, strategy=strategy, mesh=mesh, **options)
+    run_ranks(_run, 4, tmp_path / "four", 0, 2, strategy=strategy, mesh=mesh, probes="auto", **options)
+    _check(run_ranks(_run, 2, tmp_path / "four", 2, 2, mesh={"pipeline": 2}, probes="auto", **options), second)
+    _check(run_ranks(_run, 4, tmp_path / "four", 2, 2, mesh={"pipeline": 4}, probes="auto", **options), second)
+    found = run_ranks(_run, 4, tmp_path / "one", 2, 2, strategy=strategy, mesh=mesh, probes="auto", **options)
     _check(found, second)
 
 
@@ -521,7 +525,7 @@ def test_weights_are_loaded_by_the_ranks_that_have_them(tmp_path, strategy, mesh
     model = make(4)
     state, ctx = weft.checkpointable({"model": model}, weft.local())
     path = weft.save(state, tmp_path, 1, ctx)
-    found = run_ranks(_loaded, math.prod(mesh.values()), str(path), strategy, make, mesh=mesh)
+    found = run_ranks(_loaded, math.prod(mesh.values()), str(path), strategy, make, mesh=mesh, probes="auto")
     for kind in (0, 1):
         assert {name for one in found for name in one[kind]} == set(dict(model.named_parameters()))
         assert all(torch.equal(value, model.get_parameter(name)) for one in found for name, value in one[kind].items())
@@ -574,7 +578,7 @@ def _undone(ctx, strategy, make):
 def test_undo_gives_every_rank_all_parameters_and_state(strategy, make):
     reference = _plain_steps(make)
     mesh = {None: {}, "tensor": {"tensor": 2}, "fully_shard": {"data": 2}}[strategy] | {"pipeline": 2}
-    found = run_ranks(_undone, math.prod(mesh.values()), strategy, make, mesh=mesh)
+    found = run_ranks(_undone, math.prod(mesh.values()), strategy, make, mesh=mesh, probes="auto")
     for one in found:
         _check([one], reference)
 
@@ -759,6 +763,7 @@ def goes_on(ctx):
         raise  # as it says: the error ends this rank
 
 
+@pytest.mark.slow
 def test_a_rank_that_goes_on_after_a_failure_ends_and_reads_nothing_that_was_left():
     with pytest.raises(RanksFailed, match="in the loss"):
         run_ranks(goes_on, 2, mesh={"pipeline": 2})

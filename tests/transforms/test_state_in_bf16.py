@@ -144,6 +144,7 @@ def test_undo_and_an_error_in_a_step_leave_a_plain_optimizer():
     assert not optimizer._optimizer_step_pre_hooks
 
 
+@pytest.mark.slow
 def test_fix_lines():
     model, ctx = weft.replicate(nn.Linear(2, 2), weft.local())
     with told("transforms/state_in_bf16.py", "the state of this optimizer is not known") as it:

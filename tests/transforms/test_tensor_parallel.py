@@ -54,7 +54,7 @@ def train(ctx, sequence, steps, strategy=None):
 )
 def test_training_is_that_of_one_process(ranks, steps, sequence):
     losses, norms, expected = reference(samples(ROWS), BATCH, steps)
-    for found in run_ranks(train, ranks, sequence, steps, mesh={"tensor": ranks}):
+    for found in run_ranks(train, ranks, sequence, steps, mesh={"tensor": ranks}, probes="auto"):
         assert difference(losses, found[0]) < 1e-12
         assert difference(norms, found[1]) < 1e-12
         assert difference(expected, found[2]) < 1e-12
@@ -78,7 +78,7 @@ def test_training_is_that_of_one_process(ranks, steps, sequence):
 )
 def test_with_a_strategy_over_the_data_axes(strategy, steps, sequence):
     losses, norms, expected = reference(samples(ROWS), BATCH, steps)
-    for found in run_ranks(train, 4, sequence, steps, strategy, mesh={"data": 2, "tensor": 2}):
+    for found in run_ranks(train, 4, sequence, steps, strategy, mesh={"data": 2, "tensor": 2}, probes="auto"):
         assert difference(losses, found[0]) < 1e-12
         assert difference(norms, found[1]) < 1e-12
         assert difference(expected, found[2]) < 1e-12
@@ -526,16 +526,17 @@ def part(ctx, path, first, last, cut):
     return {name: whole(p) for name, p in module.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_restored_on_another_mesh(tmp_path):
     module = model()
     optimizer = optimizer_of(module)
     for number in range(6):
         step(module, optimizer, number)
     expected = {name: p.detach() for name, p in module.named_parameters()}
-    run_ranks(part, 2, tmp_path, 0, 2, "whole", mesh={"tensor": 2})
-    run_ranks(part, 4, tmp_path, 2, 3, "sequence", mesh={"tensor": 4})
+    run_ranks(part, 2, tmp_path, 0, 2, "whole", mesh={"tensor": 2}, probes="auto")
+    run_ranks(part, 4, tmp_path, 2, 3, "sequence", mesh={"tensor": 4}, probes="auto")
     run_ranks(part, 1, tmp_path, 3, 4, "", mesh={"data": 1})
-    for found in run_ranks(part, 2, tmp_path, 4, 6, "sequence", mesh={"tensor": 2}):
+    for found in run_ranks(part, 2, tmp_path, 4, 6, "sequence", mesh={"tensor": 2}, probes="auto"):
         assert difference(expected, found) < 1e-12
 
 

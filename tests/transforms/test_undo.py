@@ -130,6 +130,7 @@ def _undone(ctx):
     return found
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_strategy_but_values_gradients_and_state():
     for found in run_ranks(_undone, 2):
         assert all(difference < 1e-12 for difference in found.values()), found

@@ -639,6 +639,7 @@ def _fails(ctx, path, odd):
     return texts
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_leaves_all_as_they_were(tmp_path):
     save_file(_tensors(_net(1, Plain)), tmp_path / "x.safetensors")
     save_file({"other": torch.ones(1)}, tmp_path / "odd.safetensors")
@@ -668,6 +669,7 @@ def _peak_bytes():
     return next(int(line.split()[1]) * 1024 for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are measured on Linux")
 def test_memory_is_that_of_the_shard(tmp_path):
     size = 2000 * 4000 * 4

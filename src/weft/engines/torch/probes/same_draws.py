@@ -31,7 +31,7 @@ class SameDraws(torch_internals.dispatch_mode.base):  # type: ignore[name-define
 
     def begin(self, *, together: bool) -> None:
         """The next call begins."""
-        torch.manual_seed(0)
+        _seed(0)
         self._is_together = together
         if not together:
             self._parts.append({})
@@ -65,10 +65,16 @@ class SameDraws(torch_internals.dispatch_mode.base):  # type: ignore[name-define
 
 
 def _draw(func: Any, args: Any, kwargs: Any, number: int) -> Any:
-    torch.manual_seed(number)
+    _seed(number)
     result = func(*args, **kwargs)
-    torch.manual_seed((number + 1) % (1 << 62))
+    _seed((number + 1) % (1 << 62))
     return result
+
+
+def _seed(number: int) -> None:
+    # manual_seed writes a stack trace for each kind of device that a process without devices may begin to use.
+    seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    seed(number)
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
