@@ -149,9 +149,8 @@ def test_what_is_imported_from_one_folder_is_one_run(tmp_path, monkeypatch):
     importing = importlib.import_module("weft.interop.deepspeed_checkpoint")
     steps = iter([1, 2, 3])
     monkeypatch.setattr(importing, "guest", lambda name: mock.Mock())
-    monkeypatch.setattr(
-        importing, "read_folder", lambda *_, **__: importing.Folder(next(steps), {"w": torch.ones(2)}, [])
-    )
+    found = importing.Found(weights={"model": {"w": torch.ones(2)}})
+    monkeypatch.setattr(importing, "read_folder", lambda *_, **__: (next(steps), found))
     for source in ("theirs", "others"):
         (tmp_path / source).mkdir()
     importing.import_deepspeed(tmp_path / "theirs", tmp_path / "run")

@@ -71,7 +71,7 @@ def stages_are_given_wrongly(ctx):
         weft.pipeline(Blocks(), ctx, stages=[["embed"], ["blocks"]])
     runs(filled(it.fix, model=Blocks(), ctx=ctx))
     for wrong in ("body", 1):
-        with told("sharding/stages.py", "_name(what, one, names, known, fix)") as it:
+        with told("sharding/stages.py", "_name(one, names, known, fix)") as it:
             weft.pipeline(Blocks(), ctx, stages=[["embed", wrong], ["head"]])
         runs(filled(it.fix, model=Blocks(), ctx=ctx))
 

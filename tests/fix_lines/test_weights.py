@@ -348,7 +348,7 @@ def _smaller_context(world):
     model, _ = weft.fully_shard(Net(), world)
     ctx = world.subset([0])
     if ctx.here:
-        with told("weights/stream.py", "sharded over ranks that the context does not have") as it:
+        with told("weights/stream.py", "ctx of weft.start()") as it:
             weft.weights.stream(model, ctx)
         line = it.fix
     else:

@@ -176,7 +176,7 @@ def test_adapters_that_cannot_be_streamed_so():
     with told("weights/adapter_files.py", "the adapter is ambiguous") as it:
         weft.weights.stream(model, ctx, peft=True)
     assert it.run(model=model, ctx=ctx)
-    with told("weights/stream.py", "peft= says which tensors") as it:
+    with told("weights/stream.py", "check_adapter_options(") as it:
         weft.weights.stream(_adapted(), ctx, peft=True, merge=True)
     it.run(model=_adapted(), ctx=ctx)
     with told("weights/adapter_files.py", "merge=True, where") as it:
@@ -225,10 +225,10 @@ def test_without_an_adapter_both_ways_say_so(tmp_path):
     weft.load_weights(model, tmp_path / "peft", weft.local())
     assert largest_difference(_logits(model), _logits(_adapted())) < 1e-6  # PEFT made the adapter in fp32
     path, out = _saved(_adapted(), tmp_path / "adapted"), tmp_path / "adapter"
-    with told("weights/adapter_files.py", "peft= says which tensors") as it:
+    with told("weights/export.py", "check_adapter_options(") as it:
         weft.export(path, out, peft=True, filter="**")
     it.run(path=path, out=out)
-    with told("weights/adapter_files.py", "peft = {peft!r:.80}") as it:
+    with told("weights/export.py", "check_adapter_options(") as it:
         weft.export(path, out, peft=1)
     it.run(path=path, out=out)
     assert (out / "adapter_config.json").exists()

@@ -629,7 +629,7 @@ def _fails(ctx, path, odd):
     with pytest.raises(ContextError, match="the ranks do not agree" + LINES):
         weft.load_weights(_net(2, Plain), path, ctx, strict=ctx.rank == 0)
     model, _, _ = _built(ctx, "fully_shard")
-    with told("weights/assign.py", "sharded over ranks that the context does not have") as it:
+    with told("weights/assign.py", "ctx of weft.start()") as it:
         weft.load_weights(model, path, weft.local())
     it.run(model=model, path=path, ctx=ctx)
     with pytest.raises(ValueError, match="the dtype can no longer be changed" + LINES):

@@ -1,5 +1,8 @@
 """stream, local_parts: bytes of `export` on every rank, in bounded memory; a rank that leaves is reported."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -179,3 +182,15 @@ def test_eight_gigabytes_take_a_shard_and_two_buckets(how):
     found = weft.rehearse(lambda ctx: _eight_gigabytes(ctx, how), ranks=8, mesh=mesh)
     assert found.at_rest.total < 1.1e9
     assert found.step_peak.total - found.at_rest.total <= 2 * 600e6
+
+
+@pytest.mark.parametrize("function", ["stream", "local_parts"])
+def test_tensors_of_torchao_are_refused_by_the_name_of_the_function(function, monkeypatch):
+    class OfTorchao(torch.Tensor):
+        """As the quantized weights of torchao: its numbers are in several tensors."""
+
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].weight = nn.Parameter(module[0].weight.detach().as_subclass(OfTorchao))
+    monkeypatch.setitem(sys.modules, "torchao.utils", SimpleNamespace(TorchAOBaseTensor=OfTorchao))
+    with pytest.raises(TypeError, match=rf"^{function}: 0\.weight cannot be read\n  found: +OfTorchao of torchao"):
+        getattr(weft.weights, function)(module, weft.local())

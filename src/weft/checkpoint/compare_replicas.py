@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
@@ -41,11 +41,8 @@ def digests(replicas: Replicas) -> dict[str, str]:
 
 def differing_groups(told: Sequence[Mapping[str, str]]) -> list[str]:
     """The groups of tensors of which ranks told other hashes."""
-    hashes: defaultdict[str, set[str]] = defaultdict(set)
-    for one in told:
-        for group, digest in one.items():
-            hashes[group].add(digest)
-    return [group for group, found in hashes.items() if len(found) > 1]
+    different = dict.fromkeys(group_and_hash for one in told for group_and_hash in one.items())
+    return [group for group, count in Counter(group for group, _ in different).items() if count > 1]
 
 
 def raise_different(told: Sequence[Replicas]) -> None:

@@ -94,8 +94,7 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
         for name, found in ranks.items()
         if len(found) > 1 and ctx.rank in found and name not in content.buffers
     }
-    read = [*written, *(content.tensors[name] for name in several)]
-    values = {held.name: held.local for held in read}
+    values = {held.name: held.local for held in (*written, *(content.tensors[name] for name in several))}
     replicas: Replicas = {}
     if not ctx.world.pretended:  # else there are no bytes to read
         values = readable({name: value.resolve_conj().resolve_neg() for name, value in values.items()}, ctx)
@@ -153,6 +152,7 @@ class Saving:
     """One save: where it writes and, on the main rank, what it found there.
 
     Attributes:
+        what: The function that saves, for errors.
         storage: The directory, or the URL.
         name: Of the checkpoint.
         draft: Where the files are written until they are a checkpoint.
@@ -162,6 +162,7 @@ class Saving:
         ending: A context: however it is left, the lock is given back, and after an error the draft is removed.
     """
 
+    what: str
     storage: Storage
     name: str
     draft: Draft
@@ -224,7 +225,8 @@ def start_saving(
         if not folder:
             return None
         draft = Draft(folder, suffix)
-        return Saving(storage=storage, name=name, draft=draft, history=history, ending=ending.pop_all(), **found)
+        found |= {"storage": storage, "name": name, "draft": draft, "history": history}
+        return Saving(what=what, ending=ending.pop_all(), **found)
 
 
 def _existing_checkpoint(storage: Storage, name: str, history: History, brought: Outline) -> dict[str, Any]:
@@ -269,15 +271,7 @@ class Keep(NamedTuple):
 
 
 def complete(
-    what: str,
-    saving: Saving,
-    step: int,
-    brought: Outline,
-    write: Write,
-    ctx: DistContext,
-    *,
-    keep: Keep,
-    score: float | None = None,
+    saving: Saving, brought: Outline, write: Write, ctx: DistContext, *, keep: Keep, score: float | None = None
 ) -> None:
     """Write this rank's file and, when all ranks have, commit; then remove what is too old.
 
@@ -286,7 +280,7 @@ def complete(
         PeerError: Another rank failed; nothing was committed.
         OSError: Writing failed.
     """
-    storage, draft = saving.storage, saving.draft
+    what, storage, draft = saving.what, saving.storage, saving.draft
     name = draft.file(ctx.rank, ctx.world_size)
 
     def written() -> dict[str, Any]:
@@ -308,7 +302,7 @@ def complete(
         doubtful = differing_groups([part["replicas"] for part in parts])
         if doubtful:
             return doubtful
-        manifest = _manifest(step, saving.history.run, score, brought, parts)
+        manifest = _manifest(step_of(saving.name), saving.history.run, score, brought, parts)
         if saving.existing is not None and _are_equal(manifest, saving.existing):  # a save that is tried again
             storage.abandon(draft)
         elif saving.existing is not None and not saving.is_abandoned:

@@ -93,8 +93,7 @@ def save(
         saving = start_saving("save", where, step, brought, ctx, fresh=fresh)
         if saving is not None:
             with saving.ending:
-                write = partial(write_tensors, mine)
-                complete("save", saving, step, brought, write, ctx, keep=kept, score=score)
+                complete(saving, brought, partial(write_tensors, mine), ctx, keep=kept, score=score)
     return step_folder(where, step)
 
 
@@ -154,12 +153,8 @@ def check_ready_to_save(
         )
     where = path_or_url(directory)
     facts = {"step": step, "directory": str(where), "objects": list(state.objects), "keep": keep}
-    on_all(
-        what,
-        ctx,
-        lambda: _end_of_running(ctx),
-        {**facts, "keep_best": keep_best, "score": repr(number), "fresh": fresh},
-    )
+    facts |= {"keep_best": keep_best, "score": repr(number), "fresh": fresh}
+    on_all(what, ctx, lambda: _end_of_running(ctx), facts)
     return where, Keep(keep, keep_best)
 
 

@@ -103,7 +103,7 @@ def save_async(
     saving = start_saving(_WHAT, where, step, brought, ctx, fresh=fresh)
     if saving is None:
         return _nothing_to_do(step_folder(where, step))
-    second_half = partial(complete, _WHAT, saving, step, brought, staged.write, beside, keep=kept, score=score)
+    second_half = partial(complete, saving, brought, staged.write, beside, keep=kept, score=score)
     return saver.start(saving, second_half, beside.world)
 
 
@@ -261,11 +261,8 @@ def _clear(board: World | None) -> None:
     if board.rank == 0:
         last = range(max(board.meetings - 1, 1), board.meetings + 2)
         keys += [f"meet/{number}/{name}" for number in last for name in ("count", "done")]
-        keys += [
-            "parted/count",
-            "note/count",
-            *(f"note/{each + 1}" for each in range(board.store.add("note/count", 0))),
-        ]
+        notes = range(1, board.store.add("note/count", 0) + 1)
+        keys += ["parted/count", "note/count", *(f"note/{each}" for each in notes)]
     for key in keys:
         board.store.delete(key)
 

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from weft.collectives.primitives import as_bytes, num_bytes, tensor_of
-from weft.errors import message, type_error
+from weft.collectives.primitives import as_bytes, num_bytes
+from weft.errors import type_error
 from weft.tensors.nested import Path
 
 MOST_NESTED = 200  # in a checkpoint; three times as deep in JSON, which Python reads a thousand deep
@@ -54,10 +54,7 @@ _PLAIN: Mapping[type[Any], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = 
             lambda x: [x.isoformat(), x.fold],
             lambda pair: dt.datetime.fromisoformat(pair[0]).replace(fold=pair[1]),
         ),
-        dt.time: (
-            lambda x: [x.isoformat(), x.fold],
-            lambda pair: dt.time.fromisoformat(pair[0]).replace(fold=pair[1]),
-        ),
+        dt.time: (lambda x: [x.isoformat(), x.fold], lambda pair: dt.time.fromisoformat(pair[0]).replace(fold=pair[1])),
         dt.timedelta: (lambda x: [x.days, x.seconds, x.microseconds], lambda parts: dt.timedelta(*parts)),
         torch.device: (str, torch.device),
         torch.dtype: (str, lambda text: _dtype(text)),
@@ -194,7 +191,7 @@ def pack(what: str, value: object, device: torch.device, *, grad: bool = False) 
         return Packed(torch.cat([one.to(device) for one in (bytes_tensor(text), *encoder.parts)]), text)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         found = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise TypeError(_refusal(what, encoder.path, found, "send its parts")) from error
+        raise encoder._error(found, "send its parts") from error
 
 
 class _Sent(Encoder):
@@ -280,16 +277,12 @@ class _Sent(Encoder):
         return [kind.__module__, kind.__qualname__]
 
     def _error(self, found: str, fix: str) -> TypeError:
-        return TypeError(_refusal(self.what, self.path, found, fix))
+        where = ".".join(self.path[:8]) or "the value"
+        return type_error(f"{self.what}: {where} cannot be sent", found=found, expected=_EXPECTED, fix=fix)
 
 
 def _marked(kind: str, items: Any) -> dict[str, Any]:
     return {"$": kind, "items": items}
-
-
-def _refusal(what: str, path: Path, found: str, fix: str) -> str:
-    where = ".".join(path[:8]) or "the value"
-    return message(f"{what}: {where} cannot be sent", found=found, expected=_EXPECTED, fix=fix)
 
 
 def unpack(body: torch.Tensor, text: int | bytes, device: torch.device) -> Any:
@@ -309,7 +302,8 @@ def unpack(body: torch.Tensor, text: int | bytes, device: torch.device) -> Any:
     for name, shape in heads:
         dtype = _dtype(name)
         size = num_bytes(shape, dtype)
-        parts.append(tensor_of(body[at : at + size], shape, dtype))
+        data = body[at : at + size]  # whose memory is not aligned
+        parts.append(data.clone().view(dtype).view(shape) if size else data.new_empty(shape, dtype=dtype))
         at += size
 
     def more(kind: str, items: Any, inner: Callable[[Any], Any]) -> Any:

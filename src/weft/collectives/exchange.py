@@ -39,13 +39,9 @@ class Routes(NamedTuple):
 
     def back(self, tensors: Sequence[int]) -> Routes:
         """The way back, for some of the tensors."""
-        return Routes(
-            self.what if self.what.startswith("the backward") else f"the backward of {self.what}",
-            self.world,
-            [self.received[index] for index in tensors],
-            [self.sent[index] for index in tensors],
-            self.device,
-        )
+        what = self.what if self.what.startswith("the backward") else f"the backward of {self.what}"
+        sent, received = ([rows[index] for index in tensors] for rows in (self.received, self.sent))
+        return self._replace(what=what, sent=sent, received=received)
 
     def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Send the rows of all tensors in one message; gives the received rows of each, in rank order."""

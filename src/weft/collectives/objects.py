@@ -60,22 +60,18 @@ def broadcast(value: T, ctx: DistContext, *, source: int = 0) -> T:
     if isinstance(world.group, PretendedGroup):  # where the source is pretended, this rank does its part
         value, source = world.group.told(value, source), ctx.rank
     with name_lost_peer("broadcast", world):
-        return cast("T", _broadcast_packed(value, ctx, world, source))
-
-
-def _broadcast_packed(value: Any, ctx: DistContext, world: World, source: int) -> Any:
-    mine, failure = _packed("broadcast", value, ctx) if ctx.rank == source else (_NOTHING, None)
-    # A negative size says that the value cannot be sent.
-    sizes = torch.tensor([-1 if failure else mine.text_size, len(mine.body)], device=ctx.device)
-    _send(sizes, world, source)
-    if failure is not None:
-        raise failure
-    text_size, size = sizes.tolist()
-    if text_size < 0:
-        raise TypeError(f"broadcast: rank {source} brought a value that cannot be sent; see its error")
-    body = mine.body if ctx.rank == source else torch.empty(size, dtype=torch.uint8, device=ctx.device)
-    _send(body, world, source)
-    return value if ctx.rank == source else unpack(body, text_size, ctx.device)
+        mine, failure = _packed("broadcast", value, ctx) if ctx.rank == source else (_NOTHING, None)
+        # A negative size says that the value cannot be sent.
+        sizes = torch.tensor([-1 if failure else mine.text_size, len(mine.body)], device=ctx.device)
+        _send(sizes, world, source)
+        if failure is not None:
+            raise failure
+        text_size, size = sizes.tolist()
+        if text_size < 0:
+            raise TypeError(f"broadcast: rank {source} brought a value that cannot be sent; see its error")
+        body = mine.body if ctx.rank == source else torch.empty(size, dtype=torch.uint8, device=ctx.device)
+        _send(body, world, source)
+    return value if ctx.rank == source else cast("T", unpack(body, text_size, ctx.device))
 
 
 def _packed(what: str, value: object, ctx: DistContext, *, grad: bool = False) -> tuple[Packed, TypeError | None]:
@@ -116,26 +112,24 @@ def gather_objects(value: T, ctx: DistContext) -> list[T]:
     if world.group is None:
         return [unpack(*pack("gather_objects", value, ctx.device), ctx.device)]
     with name_lost_peer("gather_objects", world):
-        return gather_packed("gather_objects", value, world, ctx)
+        return gather_packed("gather_objects", value, ctx)
 
 
-def gather_packed(
-    what: str, value: Any, world: World, ctx: DistContext, *, grad: bool = False, each: str = "a value"
-) -> list[Any]:
+def gather_packed(what: str, value: Any, ctx: DistContext, *, grad: bool = False, each: str = "a value") -> list[Any]:
     """The messages of `gather_objects`.
 
     Raises:
         TypeError: On all ranks, if a rank's value cannot be sent.
     """
     mine, failure = _packed(what, value, ctx, grad=grad)
-    heads = all_gather_words([int(failure is not None), mine.text_size, len(mine.body)], world, ctx, 3)
+    heads = all_gather_words([int(failure is not None), mine.text_size, len(mine.body)], ctx, 3)
     if failure is not None:
         raise failure
     bad = [rank for rank, head in enumerate(heads) if head[0]]
     if bad:
         raise TypeError(f"{what}: rank {bad[0]} brought {each} that cannot be sent; see its error")
-    bodies = all_gather_bytes(mine.body, [head[2] for head in heads], world, ctx)
-    texts = [mine.text if world.pretended else head[1] for head in heads]
+    bodies = all_gather_bytes(mine.body, [head[2] for head in heads], ctx)
+    texts = [mine.text if ctx.world.pretended else head[1] for head in heads]
     return [unpack(body, text, ctx.device) for body, text in zip(bodies, texts, strict=True)]
 
 

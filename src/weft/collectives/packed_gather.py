@@ -46,7 +46,7 @@ def exchange_columns(
         ctx.world.message_bytes = message.next_capacity
         return [message.joined([ids, *columns])]
     message.check_heads()
-    found = gather_packed("gather_metrics", [columns, ids], ctx.world, ctx, grad=True, each="an entry")
+    found = gather_packed("gather_metrics", [columns, ids], ctx, grad=True, each="an entry")
     return [(theirs, their_ids) for theirs, their_ids in found]
 
 

@@ -32,11 +32,11 @@ _ALIGNED = 16  # bytes
 HEADER_WORDS = 64  # of int64 in a first message: one size fits nearly all calls
 
 
-def all_gather_words(words: list[int], world: World, ctx: DistContext, length: int = HEADER_WORDS) -> list[list[int]]:
+def all_gather_words(words: list[int], ctx: DistContext, length: int = HEADER_WORDS) -> list[list[int]]:
     """Gather up to `length` integers from every rank; short rows are filled up with zeros."""
     rows = torch.zeros(ctx.world_size, length, dtype=torch.int64, device=ctx.device)
     rows[ctx.rank, : len(words)] = torch.tensor(words, dtype=torch.int64)
-    all_gather_rows(rows, world)
+    all_gather_rows(rows, ctx.world)
     found: list[list[int]] = rows.tolist()
     return found
 
@@ -57,16 +57,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8) if len(flat) else flat.new_empty(0, dtype=torch.uint8)
 
 
-def tensor_of(data: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """The tensor whose bytes are in `data`; in memory of its own, as slices of a message are not aligned."""
-    return data.clone().view(dtype).view(shape) if len(data) else data.new_empty(shape, dtype=dtype)
-
-
-def all_gather_bytes(mine: torch.Tensor, sizes: Sequence[int], world: World, ctx: DistContext) -> list[torch.Tensor]:
+def all_gather_bytes(mine: torch.Tensor, sizes: Sequence[int], ctx: DistContext) -> list[torch.Tensor]:
     """The bytes of every rank, whose sizes all ranks know; one message, padded to the longest."""
     rows = torch.zeros(ctx.world_size, max(sizes), dtype=torch.uint8, device=ctx.device)
     rows[ctx.rank, : len(mine)] = mine
-    all_gather_rows(rows, world)
+    all_gather_rows(rows, ctx.world)
     return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 

@@ -20,7 +20,7 @@ from weft.collectives.primitives import (
     wait_for_collective,
 )
 from weft.collectives.tensors import ReduceOp, check_op, mean_dtype
-from weft.context import DistContext, World
+from weft.context import DistContext
 from weft.engines.torch.parallel.exchange import exchanged
 from weft.errors import listed, value_error
 from weft.peers.agreement import compare_values
@@ -69,7 +69,7 @@ def all_to_all(value: T, ctx: DistContext, *, splits: Sequence[int] | None = Non
         f"{'.'.join(path) or 'value'}: {leaf.dtype}, rows of {list(leaf.shape[1:])}" for path, leaf in leaves(value)
     )
     with name_lost_peer("all_to_all", world):
-        received = _exchange_counts(counts, described + tracked, world, ctx)
+        received = _exchange_counts(counts, described + tracked, ctx)
     return rebuilt(value, exchanged(Routes("all_to_all", world, counts, received, ctx.device), found))
 
 
@@ -115,7 +115,7 @@ def reduce_scatter(
         for (path, leaf), each in zip(leaves(value), counts, strict=True)
     )
     with name_lost_peer("reduce_scatter", world):
-        words = all_gather_words([zlib.crc32((described + tracked).encode())], world, ctx, 1)
+        words = all_gather_words([zlib.crc32((described + tracked).encode())], ctx, 1)
     if any(word != words[0] for word in words):
         compare_values(world, "reduce_scatter", described + tracked)
     mine = [[each[ctx.rank]] * ctx.world_size for each in counts]
@@ -145,7 +145,7 @@ def _splits(what: str, found: Sequence[torch.Tensor], splits: Sequence[int] | No
     return [given or [len(one) // size + (rank < len(one) % size) for rank in range(size)] for one in found]
 
 
-def _exchange_counts(counts: Counts, text: str, world: World, ctx: DistContext) -> Counts:
+def _exchange_counts(counts: Counts, text: str, ctx: DistContext) -> Counts:
     """How many rows of each tensor come from each rank; raises on every rank if the values do not fit together."""
     sent = torch.zeros(ctx.world_size, 1 + len(counts), dtype=torch.int64)
     sent[:, 0] = zlib.crc32(text.encode())
@@ -153,19 +153,19 @@ def _exchange_counts(counts: Counts, text: str, world: World, ctx: DistContext) 
     rows = torch.zeros(ctx.world_size, max(HEADER_WORDS, sent.shape[1]), dtype=torch.int64)
     rows[:, : sent.shape[1]] = sent
     # The first words alone tell whether all ranks bring as many tensors.
-    heads = [_all_to_all_words(rows[:, :HEADER_WORDS], world, ctx)]
+    heads = [_all_to_all_words(rows[:, :HEADER_WORDS], ctx)]
     if bool((heads[0][:, 0] != sent[0, 0]).any()):
-        compare_values(world, "all_to_all", text)
+        compare_values(ctx.world, "all_to_all", text)
     if rows.shape[1] > HEADER_WORDS:
-        heads.append(_all_to_all_words(rows[:, HEADER_WORDS:], world, ctx))
+        heads.append(_all_to_all_words(rows[:, HEADER_WORDS:], ctx))
     received: Counts = torch.cat(heads, 1)[:, 1 : 1 + len(counts)].t().tolist()
     return received
 
 
-def _all_to_all_words(rows: torch.Tensor, world: World, ctx: DistContext) -> torch.Tensor:
+def _all_to_all_words(rows: torch.Tensor, ctx: DistContext) -> torch.Tensor:
     sent = rows.contiguous().to(ctx.device)
     received = torch.empty_like(sent)
-    wait_for_collective(dist.all_to_all_single(received, sent, group=world.group, async_op=True), world)
+    wait_for_collective(dist.all_to_all_single(received, sent, group=ctx.group, async_op=True), ctx.world)
     return received.cpu()
 
 

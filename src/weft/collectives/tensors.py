@@ -159,7 +159,7 @@ def gather(value: T, ctx: DistContext, *, grad: bool = False) -> T:
     if world.group is None:
         return rebuilt(value, [tensor.clone() for tensor in found])
     with name_lost_peer("gather", world):
-        everyone = _of_all("gather", value, found, [tensor.detach() for tensor in found], tracked, world, ctx)
+        everyone = _of_all("gather", value, found, [tensor.detach() for tensor in found], tracked, ctx)
     parts = list(zip(*everyone, strict=True))  # by tensor and rank
     _check_inner(parts)
     joined = [_joined(pieces, tensor) for pieces, tensor in zip(parts, found, strict=True)]
@@ -171,18 +171,12 @@ def gather(value: T, ctx: DistContext, *, grad: bool = False) -> T:
 
 
 def _of_all(
-    what: str,
-    value: object,
-    found: Sequence[torch.Tensor],
-    mine: list[Any],
-    tracked: str,
-    world: World,
-    ctx: DistContext,
+    what: str, value: object, found: Sequence[torch.Tensor], mine: list[Any], tracked: str, ctx: DistContext
 ) -> list[list[Any]]:
     """What every rank brings for its tensors; raises on all of them if structures, dtypes or dimensions differ."""
     paths = [".".join(path) or "value" for path, _ in leaves(value)]
     named = [f"{path}: {t.dtype}, {t.dim()}-d" for path, t in zip(paths, found, strict=True)]
-    everyone = gather_packed(what, ["; ".join(named) + tracked, mine], world, ctx)
+    everyone = gather_packed(what, ["; ".join(named) + tracked, mine], ctx)
     compare(what, [{"value": text} for text, _ in everyone])
     return [theirs for _, theirs in everyone]
 
@@ -248,7 +242,7 @@ def pad_across(
     if world.group is None:
         return value
     with name_lost_peer("pad_across", world):
-        rows = _of_all("pad_across", value, found, [list(tensor.shape) for tensor in found], "", world, ctx)
+        rows = _of_all("pad_across", value, found, [list(tensor.shape) for tensor in found], "", ctx)
     sizes = [[row[index] for row in rows] for index in range(len(found))]
     longest = iter([max(shape[dim] if -len(shape) <= dim < len(shape) else 0 for shape in each) for each in sizes])
 

@@ -9,21 +9,19 @@ arrived in a message is made a tensor when it is asked for, one after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from weft.collectives.on_all_ranks import on_all
 from weft.collectives.primitives import aligned, begin_gathering, name_lost_peer, num_bytes, wait_for_collective
-from weft.context import DistContext, World
+from weft.context import DistContext
 from weft.tensors.blocks import chunk
 
 
-@dataclass(frozen=True)
-class Gather:
+class Gather(NamedTuple):
     """One step to a whole tensor: its chunks from the ranks of a group, put together along a dimension.
 
     Attributes:
@@ -35,6 +33,9 @@ class Gather:
     group: dist.ProcessGroup
     dim: int
     shape: tuple[int, ...]
+
+
+Step: TypeAlias = Gather | tuple[int, ...]  # or a tensor of this shape that one rank sends to all
 
 
 class InParts(NamedTuple):
@@ -82,40 +83,24 @@ def brought(what: str, wanted: Sequence[InParts], ctx: DistContext, *, meets: bo
         for route, numbers in routes.items():
             for turn in range(len(route)):
                 steps = [wanted[number].gathers[turn] for number in numbers]
-                message = _Message([wanted[number].dtype for number in numbers], steps, ctx)
-                _pass_on(message, numbers, made, ctx.world)
+                _Message([wanted[number].dtype for number in numbers], steps, ctx).pass_on(numbers, made)
         sources: dict[int, list[int]] = {}
         for number, one in enumerate(wanted):
             if one.source is not None:
                 sources.setdefault(one.source, []).append(number)
         for source, numbers in sources.items():
-            message = _Message([wanted[n].dtype for n in numbers], [wanted[n].shape for n in numbers], ctx, source)
-            _pass_on(message, numbers, made, ctx.world)
+            shapes = [wanted[number].shape for number in numbers]
+            _Message([wanted[number].dtype for number in numbers], shapes, ctx, source).pass_on(numbers, made)
     return [one for one in made if one is not None]
-
-
-def _pass_on(
-    message: _Message, numbers: Sequence[int], made: list[Callable[[], torch.Tensor] | None], world: World
-) -> None:
-    """Fill a message with tensors, send it, and let them be made of it from now on."""
-    for place, number in enumerate(numbers):
-        make, made[number] = made[number], partial(message.made, place)
-        if make is not None and message.is_sent_here:
-            message.fill(place, make())
-    message.send(world)
 
 
 class _Message:
     """Memory for tensors on their way: a row of bytes from each rank of a group, or one row from one rank."""
 
     def __init__(
-        self,
-        dtypes: Sequence[torch.dtype],
-        steps: Sequence[Gather | tuple[int, ...]],
-        ctx: DistContext,
-        source: int | None = None,
+        self, dtypes: Sequence[torch.dtype], steps: Sequence[Step], ctx: DistContext, source: int | None = None
     ) -> None:
-        self._source = source
+        self._world, self._source = ctx.world, source
         first: Any = steps[0]
         self._group: Any = first.group if source is None else ctx.group
         self._rank = dist.get_rank(self._group)
@@ -128,19 +113,22 @@ class _Message:
             end += aligned(num_bytes(shape, dtype))
         self._rows = torch.empty(self._ranks, end, dtype=torch.uint8, device=ctx.device)
 
-    @property
-    def is_sent_here(self) -> bool:
-        """Whether this rank fills it."""
-        return self._source in (None, self._rank)
+    def pass_on(self, numbers: Sequence[int], made: list[Callable[[], torch.Tensor] | None]) -> None:
+        """Fill it with some of the tensors, send it, and let them be made of it from now on."""
+        for place, number in enumerate(numbers):
+            make, made[number] = made[number], partial(self._made, place)
+            if make is not None and self._source in (None, self._rank):
+                self._fill(place, make())
+        self._send()
 
-    def fill(self, place: int, tensor: torch.Tensor) -> None:
+    def _fill(self, place: int, tensor: torch.Tensor) -> None:
         """Put in what this rank sends of a tensor."""
         row = self._chunks(place)[0 if self._source is not None else self._rank]
         step = self._places[place][-1]
         own = tensor if step is None else tensor.movedim(step.dim, 0)
         (row if step is None else row[: len(own)]).copy_(own)
 
-    def send(self, world: World) -> None:
+    def _send(self) -> None:
         """Send it, or receive it."""
         if not self._rows.numel():
             return
@@ -148,7 +136,7 @@ class _Message:
             work = begin_gathering(self._rows, self._rank, self._group)
         else:
             work = dist.broadcast(self._rows, group=self._group, group_src=self._source, async_op=True)
-        wait_for_collective(work, world)
+        wait_for_collective(work, self._world)
 
     def _chunks(self, place: int) -> torch.Tensor:
         """What the ranks send of a tensor, [ranks, *chunk]."""
@@ -156,7 +144,7 @@ class _Message:
         sent = self._rows[:, start : start + num_bytes(shape, dtype)]
         return sent.view(dtype).view(self._ranks, *shape)
 
-    def made(self, place: int) -> torch.Tensor:
+    def _made(self, place: int) -> torch.Tensor:
         """A tensor of what has arrived, in memory of its own."""
         chunks, alone = self._chunks(place), len(self._places) == 1
         step = self._places[place][-1]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 
 from weft.interop.imported import Imported, write_imported
-from weft.interop.saved_folder import Layout, of_rank, read_saved
+from weft.interop.saved_folder import read_saved
 
 
 def import_accelerate(
@@ -72,18 +69,9 @@ def import_accelerate(
           fix:      weft.interop.import_accelerate(folder, out)  # folder as saved, whole; what it never had: skip=[...]
     """
     place = Path(folder)
-    found = read_saved("import_accelerate", place, dict(like or {}), skip, _LAYOUT)
+    found = read_saved("import_accelerate", place, dict(like or {}), skip, _one_group)
     return write_imported("import_accelerate", place.resolve().parent, out, step, found)
 
 
 def _one_group(model: nn.Module) -> list[list[str]]:
     return [[name for name, _ in model.named_parameters()]]
-
-
-def _states(saved: Mapping[str, Any], rank: int) -> tuple[Any, Any, Any, dict[str, torch.Tensor]]:
-    devices = {found[1]: of_rank(saved[name], rank) for name in saved if (found := _DEVICE.fullmatch(name))}
-    return saved["random_state"], saved["numpy_random_seed"], saved["torch_manual_seed"], devices
-
-
-_DEVICE = re.compile(r"torch_(\w+)_manual_seed")
-_LAYOUT = Layout(_one_group, "random_states_*.pkl", _states)

@@ -11,15 +11,7 @@ from torch import nn
 
 from weft.checkpoint.state.collect import is_extra
 from weft.errors import CheckpointError, listed
-from weft.interop.imported import (
-    Found,
-    Imported,
-    loss_scale,
-    named_groups,
-    names_in,
-    plain_weights,
-    write_imported,
-)
+from weft.interop.imported import Found, Imported, loss_scale, named_groups, names_in, plain_weights, write_imported
 from weft.interop.torch_files import METADATA, read_dcp
 
 _STEPS = ("step", "global_step", "iteration")

@@ -11,13 +11,14 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from weft.engines import guest
 from weft.errors import CheckpointError
 from weft.interop.imported import Found, Group, write_imported
+from weft.tensors.blocks import chunk
 
 
 def import_deepspeed(
@@ -69,30 +70,19 @@ def import_deepspeed(
             or "weft.interop.import_deepspeed(path, directory)  # path as in save_checkpoint",
         )
     guest("deepspeed").deepspeed()
-    found = read_folder(folder, tag, optimizer=optimizer)
-    held = Found(weights={"model": dict(found.weights)}, optimizers={"optimizer": found.groups} if found.groups else {})
-    return write_imported("import_deepspeed", folder, directory, found.step, held).path
+    step, found = read_folder(folder, tag, optimizer=optimizer)
+    return write_imported("import_deepspeed", folder, directory, step, found).path
 
 
 # -- what lies in the folder ---------------------------------------------------------------------------
 
 
-class Folder(NamedTuple):
-    """What a folder holds.
-
-    Attributes:
-        step: How often the optimizer had stepped.
-        weights: Parameters and buffers in float32, by name; tied ones are one tensor.
-        groups: Of the optimizer; empty if not asked for.
-    """
-
-    step: int
-    weights: dict[str, torch.Tensor]
-    groups: list[Group]
-
-
-def read_folder(folder: Path, tag: str | None, *, optimizer: bool) -> Folder:
+def read_folder(folder: Path, tag: str | None, *, optimizer: bool) -> tuple[int, Found]:
     """Read all files, in the memory of this process; they are pickles, which DeepSpeed opens.
+
+    Returns:
+        How often the optimizer had stepped; parameters and buffers in float32, of which tied ones are one tensor, and
+        the groups of the optimizer, if they are asked for.
 
     Raises:
         CheckpointError: DeepSpeed cannot merge them, or the optimizer's state is of a kind that is not known.
@@ -100,25 +90,27 @@ def read_folder(folder: Path, tag: str | None, *, optimizer: bool) -> Folder:
     merging = importlib.import_module("deepspeed.utils.zero_to_fp32")
     loading: Any = importlib.import_module("deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine")
     load: Callable[..., Any] = loading.TorchCheckpointEngine().load
+    found, what = Found(), "DeepSpeed cannot merge the checkpoint"
+    fix = _suggested(folder, tag) or "the files of all ranks in one folder, and whole"
     try:
-        weights = merging.get_fp32_state_dict_from_zero_checkpoint(str(folder), tag)
+        found.weights["model"] = merging.get_fp32_state_dict_from_zero_checkpoint(str(folder), tag)
         place = str(folder / (tag if tag is not None else (folder / "latest").read_text().strip()))
         model = load(merging.get_model_state_files(place)[0], "cpu")
         step, shapes = int(model["global_steps"]), model["param_shapes"]
         del model
-    except (OSError, ValueError, LookupError, AssertionError, RuntimeError) as error:
-        what, fix = "DeepSpeed cannot merge the checkpoint", _suggested(folder, tag)
-        raise _unreadable_error(
-            folder, what, error, fix or "the files of all ranks in one folder, and whole"
+        if optimizer:
+            what = "the optimizer's state cannot be read"
+            fix = _call(folder, tag, "optimizer=False")
+            ranks = [load(file, "cpu")["optimizer_state_dict"] for file in merging.get_optim_files(place)]
+            found.optimizers["optimizer"] = _groups(shapes, ranks)
+    except (OSError, ValueError, LookupError, AssertionError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"import_deepspeed: {what} in {folder}",
+            found=f"{type(error).__name__}: {error}",
+            expected="the files of all ranks, as engine.save_checkpoint of DeepSpeed's ZeRO wrote them",
+            fix=fix,
         ) from error
-    if not optimizer:
-        return Folder(step, weights, [])
-    try:
-        ranks = [load(file, "cpu")["optimizer_state_dict"] for file in merging.get_optim_files(place)]
-        return Folder(step, weights, _groups(shapes, ranks))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        what = "the optimizer's state cannot be read"
-        raise _unreadable_error(folder, what, error, _call(folder, tag, "optimizer=False")) from error
+    return step, found
 
 
 def _suggested(folder: Path, tag: str | None) -> str:
@@ -137,26 +129,16 @@ def _call(folder: Path, tag: str | None, *options: str) -> str:
     return f'weft.interop.import_deepspeed("{folder}", directory, {", ".join(options)})'
 
 
-def _unreadable_error(folder: Path, what: str, error: BaseException, fix: str) -> CheckpointError:
-    return CheckpointError(
-        f"import_deepspeed: {what} in {folder}",
-        found=f"{type(error).__name__}: {error}",
-        expected="the files of all ranks, as engine.save_checkpoint of DeepSpeed's ZeRO wrote them",
-        fix=fix,
-    )
-
-
 def _groups(shapes: Sequence[Mapping[str, torch.Size]], ranks: Sequence[Mapping[str, Any]]) -> list[Group]:
     """The groups of the optimizer: `shapes` by flat tensor, `ranks` what each of them saved."""
-    is_sliced_by_parameter = ranks[0]["zero_stage"] == 3
-    key = "optimizer_state_dict" if is_sliced_by_parameter else "base_optimizer_state"
-    pieces = _slices_of_parameters if is_sliced_by_parameter else _slices_of_groups
+    in_stage_3 = ranks[0]["zero_stage"] == 3
+    key = "optimizer_state_dict" if in_stage_3 else "base_optimizer_state"
     groups = []
     for entry in ranks[0][key]["param_groups"]:
         state: dict[str, dict[str, Any]] = {}
         for index in entry["params"]:
             held = [rank[key]["state"].get(index, {}) for rank in ranks]
-            slices = pieces(index, shapes[index], ranks)
+            slices = _slices(index, shapes[index], ranks, in_stage_3=in_stage_3)
             state |= {f"model/{name}": _merged(held, shapes[index][name], found) for name, found in slices}
         groups.append(Group({option: value for option, value in entry.items() if option != "params"}, state))
     return groups
@@ -165,23 +147,19 @@ def _groups(shapes: Sequence[Mapping[str, torch.Size]], ranks: Sequence[Mapping[
 Slices = list[tuple[int, int]]  # of each rank: first element in its flat tensor, and how many
 
 
-def _slices_of_groups(
-    index: int, shapes: Mapping[str, torch.Size], ranks: Sequence[Mapping[str, Any]]
+def _slices(
+    index: int, shapes: Mapping[str, torch.Size], ranks: Sequence[Mapping[str, Any]], *, in_stage_3: bool
 ) -> Iterator[tuple[str, Slices]]:
-    for name in shapes:
-        there = [rank["param_slice_mappings"][index].get(name) for rank in ranks]
-        yield name, [(0, 0) if piece is None else (piece.start, piece.numel) for piece in there]
-
-
-def _slices_of_parameters(
-    index: int, shapes: Mapping[str, torch.Size], ranks: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, Slices]]:
+    """The slices of each parameter in a flat tensor, see the module."""
     start = 0
     for name, shape in shapes.items():
-        number = torch.Size(shape).numel()
-        size = -(-number // len(ranks))
-        yield name, [(start, max(0, min(size, number - rank * size))) for rank in range(len(ranks))]
-        start += size
+        if in_stage_3:
+            lengths = [chunk(torch.Size(shape).numel(), len(ranks), rank)[1] for rank in range(len(ranks))]
+            yield name, [(start, length) for length in lengths]
+            start += lengths[0]
+        else:
+            there = [rank["param_slice_mappings"][index].get(name) for rank in ranks]
+            yield name, [(0, 0) if piece is None else (piece.start, piece.numel) for piece in there]
 
 
 def _merged(held: Sequence[Mapping[str, Any]], shape: torch.Size, slices: Slices) -> dict[str, Any]:

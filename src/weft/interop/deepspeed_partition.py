@@ -115,17 +115,9 @@ def zero_partition(
     on_meta = stage == 3 and is_meta(module)
     if not on_meta:
         check_place("zero_partition", module, ctx)
-    agreed: dict[str, object] = {
-        "stage": stage,
-        "engine": "deepspeed",
-        "axes": list(map(list, axes)),
-        "buffers": buffers,
-        "methods": list(methods),
-        "offload": sorted(places),
-        "config": repr(completed),
-        "optimizer": groups_of(module, [optimizer]),
-        "meta": on_meta,
-    }
+    agreed: dict[str, object] = {"stage": stage, "engine": "deepspeed", "buffers": buffers, "offload": sorted(places)}
+    agreed |= {"axes": list(map(list, axes)), "methods": list(methods), "config": repr(completed)}
+    agreed |= {"optimizer": groups_of(module, [optimizer]), "meta": on_meta}
     agree_on_parameters("zero_partition", module, ctx, agreed)
     old = dict(module.named_parameters())
     source = Materializer("zero_partition", module, ctx, sub, None) if on_meta else None

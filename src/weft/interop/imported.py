@@ -19,14 +19,13 @@ from weft.checkpoint.format.manifest import FileEntry
 from weft.checkpoint.format.safetensors_write import file_header, write_parts
 from weft.checkpoint.format.tensor_blocks import hold_savable
 from weft.checkpoint.history import history_of
-from weft.checkpoint.state.collect import Content, is_extra, plain_name
+from weft.checkpoint.state.collect import Content, is_extra, optimizer_values, plain_name
 from weft.checkpoint.state.json_values import encode
 from weft.checkpoint.storage.find import path_or_url
 from weft.context import local
 from weft.errors import CheckpointError, listed
 from weft.interop.torch_files import DeferredTensors, values_alone
 from weft.tensors.blocks import memory_of
-from weft.tensors.rng_state import numpy_json, numpy_state, python_json, python_state, to_hex, torch_state
 
 # State of torch's optimizers that has the shape of its parameter; that of Adafactor, for one, has another.
 _LIKE_PARAMETERS = frozenset(
@@ -124,7 +123,7 @@ def write_imported(what: str, source: Path, directory: str | Path, step: int | N
         return write_parts(file, itertools.chain([head], values))
 
     with saving.ending:
-        complete(what, saving, step, brought, write, ctx, keep=Keep())
+        complete(saving, brought, write, ctx, keep=Keep())
     objects, left = tuple(content.values), tuple(found.left)
     return Imported(path=saving.path, step=step, world_size=1 + len(others), objects=objects, left=left)
 
@@ -149,13 +148,8 @@ def _content(found: Found) -> Content:
                 content.same_as[f"{key}/{name}"] = f"{key}/{origin}"
     for key, groups in found.optimizers.items():
         states = {name: state for group in groups for name, state in group.state.items() if state}
-        content.values[key] = {
-            "state": {name: encode(f"{key}/state/{name}", state, tensors) for name, state in states.items()},
-            "groups": [
-                {"params": list(group.state), "options": encode(f"{key}/groups/{index}", group.options, tensors)}
-                for index, group in enumerate(groups)
-            ],
-        }
+        named = ((list(group.state), group.options) for group in groups)
+        content.values[key] = optimizer_values(key, states, named, tensors)
     for key, value in found.values.items():
         content.values[key] = encode(key, value, tensors)
     return content
@@ -306,30 +300,7 @@ def _step(what: str, given: int | None, found: Found) -> int:
     return max(counted) if given is None else given
 
 
-# -- random states, and the scale of the loss --------------------------------------------------------------
-
-
-def random_states(what: str, path: Path, python: Any, numpy: Any, cpu: Any, devices: Mapping[str, Any]) -> Any:
-    """The random states of a rank as JSON.
-
-    Args:
-        what: The caller's name.
-        path: Where they were read.
-        python: As of `random.getstate`.
-        numpy: As of `numpy.random.get_state`.
-        cpu: Of torch, uint8.
-        devices: By the kind of device; of several, that of this rank.
-
-    Raises:
-        CheckpointError: They are something else.
-    """
-    with values_alone(what, path):
-        found: dict[str, Any] = {"python": python_json(*python), "numpy": numpy_json(*numpy), "torch": to_hex(cpu)}
-        found |= {kind: to_hex(state) for kind, state in devices.items()}
-        python_state(*found["python"])
-        numpy_state(*found["numpy"])
-        torch.Generator().set_state(torch_state(found["torch"]))
-    return found
+# -- the scale of the loss ------------------------------------------------------------------------------
 
 
 def loss_scale(what: str, path: Path, saved: Any, found: Found) -> None:

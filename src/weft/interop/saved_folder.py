@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from weft.checkpoint.format.transfer import Stored, read_in_parts
+from weft.checkpoint.state.random_states import as_json, checked_states
 from weft.errors import CheckpointError, listed
-from weft.interop.imported import Found, loss_scale, named_groups, names_in, plain_weights, random_states
+from weft.interop.imported import Found, loss_scale, named_groups, names_in, plain_weights
 from weft.interop.torch_files import expect, load, read_dcp, values_alone
 from weft.tensors.blocks import whole
 from weft.weights.sources import INDEX, WeightFiles, from_path
@@ -30,22 +32,13 @@ _LEFT = MappingProxyType({
     "trainer_state": "all but the step: logs, the best metric, the epoch",
 })  # fmt: skip
 
-
-class Layout(NamedTuple):
-    """What the two libraries do in their own ways.
-
-    Attributes:
-        grouping: The parameters of a model that an optimizer holds, group by group, if the program does not show it.
-        ranks: The files of random states, a pattern: one of each rank, with a number in its name if there are several.
-        states: From what is in such a file to arguments of `random_states`, for a rank.
-    """
-
-    grouping: Grouping
-    ranks: str
-    states: Callable[[Mapping[str, Any], int], tuple[Any, Any, Any, dict[str, torch.Tensor]]]
+# The files of random states, one of each rank, with a number in its name if there are several; and what Accelerate
+# calls the states in them, in the words of the Trainer.
+_RANKS = ("random_states_*.pkl", "rng_state*.pth")
+_STATES = MappingProxyType({"random_state": "python", "numpy_random_seed": "numpy", "torch_manual_seed": "cpu"})
 
 
-def read_saved(what: str, folder: Path, like: Mapping[str, Any], skip: Collection[str], layout: Layout) -> Found:
+def read_saved(what: str, folder: Path, like: Mapping[str, Any], skip: Collection[str], grouping: Grouping) -> Found:
     """Everything but the step.
 
     Args:
@@ -53,16 +46,16 @@ def read_saved(what: str, folder: Path, like: Mapping[str, Any], skip: Collectio
         folder: Which.
         like: The objects of the program, by name.
         skip: Names of objects that are left out.
-        layout: Whose folder it is.
+        grouping: The parameters of a model that an optimizer holds, group by group, if the program does not show it.
 
     Raises:
         CheckpointError: A file is missing, or cannot be read, trusted, or does not fit `like`.
         OSError: One cannot be read.
     """
     saved = _SavedFolder(what, folder, like, skip)
-    saved.add_modules_and_optimizers(layout.grouping)
+    saved.add_modules_and_optimizers(grouping)
     saved.add_objects()
-    saved.add_ranks(layout)
+    saved.add_ranks()
     found = saved.found
     found.left += [] if found.ranks else ["random states: new ones are drawn from seed and step"]
     for path in sorted(folder.iterdir()):
@@ -124,19 +117,20 @@ class _SavedFolder:
         if scaler.exists() and "scaler" not in self._skip:
             loss_scale(self._what, scaler, self._load(scaler), self.found)
 
-    def add_ranks(self, layout: Layout) -> None:
+    def add_ranks(self) -> None:
         """Random states."""
         if "rng" in self._skip:
             return
-        paths = {path.stem.rpartition("_")[2]: path for path in self._folder.glob(layout.ranks)}
+        paths = {path.stem.rpartition("_")[2]: path for kind in _RANKS for path in self._folder.glob(kind)}
         names = ["state"] if list(paths) == ["state"] else [str(rank) for rank in range(len(paths))]
         if paths.keys() != set(names):
-            raise self._missing(f"{layout.ranks} of all ranks, from 0; there are {listed(sorted(paths))}")
+            raise self._missing(f"{' or '.join(_RANKS)} of all ranks, from 0; there are {listed(sorted(paths))}")
         for rank, name in enumerate(names):
             saved = self._load(paths[name])
             with values_alone(self._what, paths[name]):
-                states = layout.states(saved, rank)
-            self.found.ranks.append(random_states(self._what, paths[name], *states))
+                found = as_json(*_random_states(saved, rank))
+                checked_states(found)
+            self.found.ranks.append(found)
 
     # -- the forms of weights and optimizers -------------------------------------------------------
 
@@ -181,10 +175,16 @@ class _SavedFolder:
         )
 
 
-def of_rank(states: Any, rank: int) -> torch.Tensor:
-    """The state of the device of a rank, of those of all devices of its machine."""
-    state: torch.Tensor = states if isinstance(states, torch.Tensor) else states[rank % len(states)]
-    return state
+def _random_states(saved: Mapping[str, Any], rank: int) -> tuple[Any, Any, Any, dict[str, torch.Tensor]]:
+    """What `as_json` takes of the states in a file: of python, numpy and torch, and of the device of a rank."""
+    named = {_STATES.get(name) or re.sub(r"torch_(\w+)_manual_seed", r"\1", name): saved[name] for name in saved}
+    python, numpy, cpu = (named.pop(name) for name in ("python", "numpy", "cpu"))
+    devices = {
+        name: state if isinstance(state, torch.Tensor) else state[rank % len(state)]  # of all devices of a machine
+        for name, state in named.items()
+        if not isinstance(state, int)  # Accelerate also keeps a number of steps
+    }
+    return python, numpy, cpu, devices
 
 
 def _numbered(name: str, number: int) -> str:

@@ -7,12 +7,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from weft.checkpoint.format.plain_files import parse_json, read_plain
 from weft.interop.imported import Imported, write_imported
-from weft.interop.saved_folder import Layout, of_rank, read_saved
+from weft.interop.saved_folder import read_saved
 from weft.interop.torch_files import values_alone
 
 _MAX_BYTES = 2**28  # of trainer_state.json, which holds the log
@@ -70,7 +69,7 @@ def import_trainer(
           ...
     """
     what, place = "import_trainer", Path(folder)
-    found = read_saved(what, place, dict(like or {}), skip, Layout(_decayed_and_others, "rng_state*.pth", _states))
+    found = read_saved(what, place, dict(like or {}), skip, _decayed_and_others)
     path = place / "trainer_state.json"
     if step is None:
         with values_alone(what, path):
@@ -87,8 +86,3 @@ def _decayed_and_others(model: nn.Module) -> list[list[str]] | None:
     decayed = set(trainer.get_decay_parameter_names(None, model))
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     return [[n for n in trained if n in decayed], [n for n in trained if n not in decayed]]
-
-
-def _states(saved: Mapping[str, Any], rank: int) -> tuple[Any, Any, Any, dict[str, torch.Tensor]]:
-    devices = {name: of_rank(saved[name], rank) for name in saved if name not in ("python", "numpy", "cpu")}
-    return saved["python"], saved["numpy"], saved["cpu"], devices

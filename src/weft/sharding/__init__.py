@@ -20,7 +20,6 @@ Tested by: tests/transforms/test_fully_shard.py, tests/transforms/test_pipeline.
 """
 
 from weft.sharding.layers.tensor_layers import cut_layers
-from weft.sharding.layers.tensor_plan import TensorPlan, tensor_plan
 from weft.sharding.layouts_over_axes import broadcast_state, step_meshes
 from weft.sharding.meta import WeightSource
 from weft.sharding.owner_step import check_who_steps, keep_state_on_cpu, step_in_parts
@@ -31,7 +30,6 @@ from weft.sharding.shard_module import exchange_parameters, shard_module, shardi
 from weft.sharding.units import UnitChoice
 
 __all__ = [
-    "TensorPlan",
     "UnitChoice",
     "WeightSource",
     "broadcast_state",
@@ -48,5 +46,4 @@ __all__ = [
     "stacked_over",
     "step_in_parts",
     "step_meshes",
-    "tensor_plan",
 ]

@@ -117,16 +117,13 @@ def _raise_unknown(what: str, name: str, part: nn.Module) -> NoReturn:
 
 def _check_divisible(what: str, name: str, experts: int, ranks: int) -> None:
     if experts % ranks:
+        fewer = max(number for number in range(1, ranks) if experts % number == 0)
         raise value_error(
             f"{what}: the experts of {name!r} cannot be divided among the ranks",
             found=f"{experts} experts, {ranks} ranks along the axis",
             expected="the same number of experts on each rank",
-            fix=f'ctx = weft.start(mesh={{"data": -1, "expert": {_divisor(experts, ranks)}}})',
+            fix=f'ctx = weft.start(mesh={{"data": -1, "expert": {fewer}}})',
         )
-
-
-def _divisor(experts: int, ranks: int) -> int:
-    return max(number for number in range(1, ranks + 1) if experts % number == 0)
 
 
 def _check_equal(what: str, name: str, experts: nn.ModuleList) -> None:

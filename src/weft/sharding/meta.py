@@ -83,12 +83,7 @@ class Materializer:
     """
 
     def __init__(
-        self,
-        what: str,
-        module: nn.Module,
-        ctx: DistContext,
-        line: DistContext,
-        weights: WeightSource,
+        self, what: str, module: nn.Module, ctx: DistContext, line: DistContext, weights: WeightSource
     ) -> None:
         self._ctx = ctx
         self._line = line
@@ -129,15 +124,11 @@ class Materializer:
         ]
         unsaved = any(name not in kept for name in lost)
         call = "fully_shard" if what == "zero_partition" else what  # which takes no weights
+        problems = {"wrong": wrong, "no value": lost}
         if lost or wrong:
             raise value_error(
                 f"{what}: weights do not fit the {type(module).__name__} on meta",
-                found="; ".join(
-                    [
-                        *([f"wrong: {listed(wrong)}"] if wrong else []),
-                        *([f"no value: {listed(lost)}"] if lost else []),
-                    ]
-                ),
+                found="; ".join(f"{what}: {listed(names)}" for what, names in problems.items() if names),
                 expected="in `weights` a value for each, of its shape; without them, or for what is not saved, "
                 "reset_parameters() in its module",
                 fix="with weft.weights.on_meta(): model = ...  # its buffers are real, also those that are not saved"
@@ -151,7 +142,7 @@ class Materializer:
             if id(part) in self._done:
                 continue
             self._done.add(id(part))
-            slots = [(kind, name, old) for kind in _kinds(part) for name, old in kind.items() if old is not None]
+            slots = tensor_slots(part)
             fresh = [old for _, _, old in slots if old.is_meta and id(old) not in self._real]
             for kind, name, old in slots:
                 kind[name] = self._real_one(old)
@@ -199,13 +190,12 @@ def draws(part: nn.Module) -> bool:
     return callable(getattr(part, "reset_parameters", None))
 
 
-def _kinds(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return torch_internals.PARAMETERS.of(part), torch_internals.BUFFERS.of(part)
-
-
 def own_tensors(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers of a part itself, not of its children."""
-    for kind in _kinds(part):
-        for name, tensor in kind.items():
-            if tensor is not None:
-                yield name, tensor
+    return ((name, tensor) for _, name, tensor in tensor_slots(part))
+
+
+def tensor_slots(part: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Parameters and buffers of a part itself: where the part has each, under which name, and what is there."""
+    kinds = (torch_internals.PARAMETERS.of(part), torch_internals.BUFFERS.of(part))
+    return [(kind, name, tensor) for kind in kinds for name, tensor in kind.items() if tensor is not None]

@@ -25,7 +25,7 @@ from weft.engines.results import Undoable
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.swapped import elementwise_groups, is_elementwise
 from weft.errors import ContractError, OrderError, value_error
-from weft.tensors.blocks import Block, block_at
+from weft.tensors.blocks import Block, block_at, flat_index
 from weft.tensors.dtensor import is_sharded, local
 from weft.tensors.remote_parameter import is_elsewhere
 
@@ -82,12 +82,8 @@ def _check_divides_state(what: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext, places: Sequence[int]) -> Undoable:
-    check_ranks_send(
-        "gather_step: by='owner'",
-        ctx,
-        "an engine whose ranks send tensors to each other",
-        fix="optimizer, ctx = weft.gather_step(optimizer, ctx)",
-    )
+    fix = "optimizer, ctx = weft.gather_step(optimizer, ctx)"
+    check_ranks_send("gather_step: by='owner'", ctx, "an engine whose ranks send tensors to each other", fix=fix)
     parameters = [p for place in places for p in optimizer.param_groups[place]["params"]]
     world = ctx.require_collective("gather_step")
     assert world.group is not None
@@ -140,12 +136,8 @@ def step_in_parts(
 
 def keep_state_on_cpu(what: str, module: nn.Module, ctx: DistContext) -> Sequence[Undoable]:
     """Let the optimizers of a module keep their state on the CPU between steps, where the module computes elsewhere."""
-    check_ranks_send(
-        f'{what}: offload="optimizer"',
-        ctx,
-        "an engine whose ranks step by themselves",
-        fix=f"leave offload out of the call of {what}",
-    )
+    fix = f"leave offload out of the call of {what}"
+    check_ranks_send(f'{what}: offload="optimizer"', ctx, "an engine whose ranks step by themselves", fix=fix)
     if ctx.device.type == "cpu":
         return ()
     from weft.engines.torch.device.state_offload import StateOffload  # noqa: PLC0415  (half a second of imports in torch)
@@ -184,11 +176,6 @@ def _of_all(parameter: Any, ctx: DistContext) -> tuple[Block, ...]:
     found = []
     for rank in range(ctx.world_size):
         at = ctx.coordinates_of(rank)
-        place = []
-        for axes in dims:
-            index = 0
-            for axis in axes:
-                index = index * ctx.axis_size(axis) + at[axis]
-            place.append(index)
+        place = [flat_index([at[axis] for axis in axes], [ctx.axis_size(axis) for axis in axes]) for axes in dims]
         found.append(block_at(tuple(parameter.shape), tuple(mesh.shape), place, parameter.placements))
     return tuple(found)

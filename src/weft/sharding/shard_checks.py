@@ -92,12 +92,8 @@ def check_parameters(what: str, module: nn.Module, plan: UnitPlan) -> None:
             fix="sparse=False in these embeddings, or weft.replicate(model, ctx)",
         )
     named = {name: p for name, p in module.named_parameters() if name in plan.unit_of}
-    check_not_hooked(
-        what,
-        type(module).__name__,
-        named,
-        fix="remove the hooks, or weft.fully_shard(..., ignored=...) the modules that own them",
-    )
+    fix = "remove the hooks, or weft.fully_shard(..., ignored=...) the modules that own them"
+    check_not_hooked(what, type(module).__name__, named, fix=fix)
     kinds: dict[int, dict[torch.dtype, str]] = {}
     for name, p in named.items():
         if p.requires_grad:

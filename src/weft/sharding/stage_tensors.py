@@ -24,7 +24,7 @@ from weft.context import DistContext
 from weft.context.placement import place_module
 from weft.contract import Layout, gradient_axes
 from weft.engines.torch.hooks.every_optimizer import optimizers_of, parameters_of
-from weft.sharding.meta import Materializer, own_tensors
+from weft.sharding.meta import Materializer, own_tensors, tensor_slots
 from weft.sharding.stages import PipelinePlan, stages_of
 from weft.tensors.blocks import full_tensor
 from weft.tensors.dtensor import local
@@ -93,16 +93,14 @@ class StageTensors:
         bring_state(module, self._owner, self._line)
         made: dict[int, torch.Tensor] = {}
         for prefix, part in module.named_modules():
-            kinds: tuple[dict[str, Any], ...] = (torch_internals.PARAMETERS.of(part), torch_internals.BUFFERS.of(part))
-            for kind in kinds:
-                for name, tensor in kind.items():
-                    full_name = f"{prefix}.{name}" if prefix else name
-                    owner = self._owner(full_name)
-                    if tensor is None or owner is None or full_name in self._missing:
-                        continue
-                    if id(tensor) not in made:
-                        made[id(tensor)] = self._brought(tensor, owner)
-                    kind[name] = made[id(tensor)]
+            for kind, name, tensor in tensor_slots(part):
+                full_name = f"{prefix}.{name}" if prefix else name
+                owner = self._owner(full_name)
+                if owner is None or full_name in self._missing:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = self._brought(tensor, owner)
+                kind[name] = made[id(tensor)]
 
     # -- how -------------------------------------------------------------------------------------
 
@@ -134,11 +132,9 @@ class StageTensors:
     def _let_go(self, prefix: str, part: nn.Module, made: dict[int, Any]) -> None:
         """Put tensors without memory in the place of those that other ranks have."""
         for path, one in part.named_modules(prefix=prefix):
-            for kind in (torch_internals.PARAMETERS.of(one), torch_internals.BUFFERS.of(one)):
-                held: list[tuple[str, Any]] = list(kind.items())
-                for own, tensor in held:
-                    if tensor is not None and not is_elsewhere(tensor) and self._is_elsewhere(f"{path}.{own}"):
-                        kind[own] = made.setdefault(id(tensor), empty_elsewhere(tensor))
+            for kind, own, tensor in tensor_slots(one):
+                if not is_elsewhere(tensor) and self._is_elsewhere(f"{path}.{own}"):
+                    kind[own] = made.setdefault(id(tensor), empty_elsewhere(tensor))
 
     def _keep_loose(self, module: nn.Module, name: str, parameter: nn.Parameter, made: dict[int, Any]) -> None:
         prefix, _, own = name.rpartition(".")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -34,23 +35,15 @@ class PipelinePlan:
     costs: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        rows = [
-            (
-                str(number),
-                f"{size:,}",
-                *cost,
-                f"{names[0]}{f' ... {names[-1]}' if len(names) > 1 else ''} ({len(names)})",
-            )
-            for number, (names, size, cost) in enumerate(zip(self.stages, self.num_bytes, self._said(), strict=True))
-        ]
-        table = [("stage", "bytes", *(["cost"] if self.costs else []), "layers"), *rows]
-        widths = (5, 14, *([12] if self.costs else []))
+        rows = [("stage", "bytes", "cost", "layers")]
+        for number, (names, size) in enumerate(zip(self.stages, self.num_bytes, strict=True)):
+            cost = f"{self.costs[number]:,.6g}" if self.costs else ""
+            layers = f"{names[0]}{f' ... {names[-1]}' if len(names) > 1 else ''} ({len(names)})"
+            rows.append((str(number), f"{size:,}", cost, layers))
         return "\n".join(
-            "  ".join([*(f"{one:>{width}}" for one, width in zip(row, widths, strict=False)), row[-1]]) for row in table
+            f"{number:>5}  {size:>14}  {f'{cost:>12}  ' if self.costs else ''}{layers}"
+            for number, size, cost, layers in rows
         )
-
-    def _said(self) -> list[tuple[str, ...]]:
-        return [(f"{cost:,.6g}",) for cost in self.costs] or [()] * len(self.stages)
 
 
 def plan_pipeline(module: nn.Module, n: int, *, cost: Cost | None = None) -> PipelinePlan:
@@ -102,17 +95,16 @@ def plan_pipeline(module: nn.Module, n: int, *, cost: Cost | None = None) -> Pip
             fix="fewer ranks along the axis, a schedule with one stage per rank, or stages=[...]",
         )
     costs = _costs(module, layers, cost)
-    cuts = _balanced(costs, n)
-    stages = [layers[start:end] for start, end in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
+    ends = [0, *_balanced(costs, n), len(layers)]
+    stages = [layers[start:end] for start, end in pairwise(ends)]
     loose = [name for name, _ in module.named_parameters() if not any(_within(name, layer) for layer in layers)]
-    plan = plan_of("pipeline", module, [[*loose, *stages[0]], *stages[1:]], n)
+    plan = plan_of(module, [[*loose, *stages[0]], *stages[1:]], n)
     if cost is None:
         return plan
-    ends = [0, *cuts, len(layers)]
     return replace(plan, costs=tuple(float(sum(costs[start:end])) for start, end in pairwise(ends)))
 
 
-def plan_of(what: str, module: nn.Module, stages: Sequence[Sequence[Any]] | PipelinePlan, n: int) -> PipelinePlan:
+def plan_of(module: nn.Module, stages: Sequence[Sequence[Any]] | PipelinePlan, n: int) -> PipelinePlan:
     """The plan for stages that were given: names of layers, the layers themselves, or names of parameters.
 
     Raises:
@@ -123,33 +115,34 @@ def plan_of(what: str, module: nn.Module, stages: Sequence[Sequence[Any]] | Pipe
     given = stages.stages if isinstance(stages, PipelinePlan) else stages
     names = {id(part): name for name, part in module.named_modules()}
     known = {*names.values(), *(name for name, _ in module.named_parameters(remove_duplicate=False))} - {""}
-    fix = f"weft.{what}(model, ctx, stages=weft.plan_pipeline(model, {n}))"
-    found = [[_name(what, one, names, known, fix) for one in stage] for stage in given]
+    fix = f"weft.pipeline(model, ctx, stages=weft.plan_pipeline(model, {n}))"
+    found = [[_name(one, names, known, fix) for one in stage] for stage in given]
     if len(found) != n or not all(found):
         raise value_error(
-            f"{what}: the number of stages does not fit",
+            "pipeline: the number of stages does not fit",
             found=f"{len(found)} stage(s) with {', '.join(str(len(stage)) for stage in found)} layer(s)",
             expected=f"{n} stages with at least one layer each",
             fix=fix,
         )
-    places = _places(module, found)
+    places = {  # the entries of stages that hold each parameter
+        name: [(number, layer) for number, layers in enumerate(found) for layer in layers if _within(name, layer)]
+        for name, _ in module.named_parameters(remove_duplicate=False)
+    }
     lost = [name for name, entries in places.items() if not entries]
     twice = [f"{name} in {len(entries)}" for name, entries in places.items() if not _is_once(name, entries)]
     if lost or twice:
         raise value_error(
-            f"{what}: each layer belongs to one stage",
+            "pipeline: each layer belongs to one stage",
             found=f"in no stage: {listed(lost) or 'none'}; in several: {listed(twice) or 'none'}",
             expected="stages that hold all layers with parameters, each once",
             fix=fix,
         )
     plan = PipelinePlan(tuple(map(tuple, found)), ())
-    held: dict[int, set[int]] = {number: set() for number in range(n)}  # a tied one in each stage that uses it
-    sizes = [0] * n
+    held: list[dict[int, int]] = [{} for _ in range(n)]  # bytes by id: of a tied one in each stage that uses it
     for name, parameter in module.named_parameters(remove_duplicate=False):
         for number in stages_of(plan, name):
-            sizes[number] += 0 if id(parameter) in held[number] else parameter.nbytes
-            held[number].add(id(parameter))
-    return replace(plan, num_bytes=tuple(sizes))
+            held[number][id(parameter)] = parameter.nbytes
+    return replace(plan, num_bytes=tuple(sum(each.values()) for each in held))
 
 
 def stages_of(plan: PipelinePlan, name: str) -> list[int]:
@@ -241,34 +234,32 @@ def _costs(module: nn.Module, layers: Sequence[str], cost: Any) -> Sequence[floa
 
 def _balanced(sizes: Sequence[float], n: int) -> list[int]:
     """Where to cut a row into n parts, so that the largest is as small as can be."""
-    best: list[list[tuple[float, list[int]]]] = [[(sum(sizes[:end]), []) for end in range(len(sizes) + 1)]]
-    for parts in range(2, n + 1):
-        row: list[tuple[float, list[int]]] = []
-        for end in range(len(sizes) + 1):
-            found = [
-                (max(best[-1][cut][0], sum(sizes[cut:end])), [*best[-1][cut][1], cut]) for cut in range(parts - 1, end)
-            ]
-            row.append(min(found, key=lambda one: one[0]) if found else (math.inf, []))
-        best.append(row)
-    return best[-1][-1][1]
+    ends = range(len(sizes) + 1)
+    best: list[tuple[float, list[int]]] = [(sum(sizes[:end]), []) for end in ends]  # of the row up to each end
+    for parts in range(1, n):
+        found = [
+            [(max(best[cut][0], sum(sizes[cut:end])), [*best[cut][1], cut]) for cut in ends[parts:end]] for end in ends
+        ]
+        best = [min(each, key=itemgetter(0), default=(math.inf, [])) for each in found]
+    return best[-1][1]
 
 
 # -- what was given ----------------------------------------------------------------------------------
 
 
-def _name(what: str, one: Any, names: Mapping[int, str], known: set[str], fix: str) -> str:
+def _name(one: Any, names: Mapping[int, str], known: set[str], fix: str) -> str:
     if isinstance(one, nn.Module) and id(one) in names:
         return names[id(one)]
     if not isinstance(one, (str, nn.Module)):
         raise type_error(
-            f"{what}: stages holds something else than layers",
+            "pipeline: stages holds something else than layers",
             found=type(one).__name__,
             expected="for each stage a list of names of layers, or of layers",
             fix=fix,
         )
     if one not in known:
         raise value_error(
-            f"{what}: a stage holds a layer that the module has not",
+            "pipeline: a stage holds a layer that the module has not",
             found=repr(one) if isinstance(one, str) else type(one).__name__,
             expected=f"names such as {listed(sorted(known))}",
             fix=fix,
@@ -278,14 +269,6 @@ def _name(what: str, one: Any, names: Mapping[int, str], known: set[str], fix: s
 
 def _within(name: str, layer: str) -> bool:
     return name == layer or name.startswith(f"{layer}.")
-
-
-def _places(module: nn.Module, stages: Sequence[Sequence[str]]) -> dict[str, list[tuple[int, str]]]:
-    """The entries of stages that hold each parameter, by each of its names."""
-    return {
-        name: [(number, layer) for number, layers in enumerate(stages) for layer in layers if _within(name, layer)]
-        for name, _ in module.named_parameters(remove_duplicate=False)
-    }
 
 
 def _is_once(name: str, entries: Sequence[tuple[int, str]]) -> bool:

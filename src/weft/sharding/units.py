@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -16,6 +17,7 @@ from weft.errors import ContractError, listed, value_error
 from weft.precision import LOW, PrecisionOffer
 from weft.sharding.layouts_over_axes import Dims
 
+Units: TypeAlias = tuple[tuple[nn.Module, ...], ...]  # those that share parameters together
 UnitChoice: TypeAlias = Selection | Mapping[str, bool | int | None]
 
 _LARGE = 2**20  # parameters of a layer that is worth a unit, and messages, of its own
@@ -34,7 +36,7 @@ class UnitPlan(NamedTuple):
         reshard: `reshard_after_forward` of units for which it was said, by number.
     """
 
-    units: tuple[tuple[nn.Module, ...], ...]
+    units: Units
     names: list[list[str]]
     unit_of: Mapping[str, int]
     ignored: tuple[str, ...]
@@ -80,9 +82,7 @@ def plan_units(
     )
 
 
-def _units_of(
-    what: str, module: nn.Module, chosen: Selection | None, own: Sequence[nn.Module]
-) -> tuple[tuple[nn.Module, ...], ...]:
+def _units_of(what: str, module: nn.Module, chosen: Selection | None, own: Sequence[nn.Module]) -> Units:
     """The units, inner ones first; modules that share parameters are one unit.
 
     The projection of torch's attention is none, because it is never called: the attention reads its weights.
@@ -116,7 +116,11 @@ def _units_of(
     while True:
         owner = _owner_units(module, parts)
         root = id(module)
-        shared = [set(owners) for owners in _sharers(module, owner).values() if len(set(owners)) > 1]
+        holders: defaultdict[int, set[int]] = defaultdict(set)  # the units that hold each parameter, by id
+        for part in module.modules():
+            for p in part.parameters(recurse=False):
+                holders[id(p)].add(owner[id(part)])
+        shared = [owners for owners in holders.values() if len(owners) > 1]
         # What is shared with the module's own unit, or between nested ones, goes one unit up.
         by_id = {id(part): part for part in parts}
         lost = {one for owners in shared if root in owners for one in owners if one != root}
@@ -170,9 +174,7 @@ def _is_inside(part: nn.Module, outer: nn.Module) -> bool:
     return any(one is part for one in outer.modules())
 
 
-def _joined(
-    parts: list[nn.Module], shared: list[set[int]], order: Mapping[int, int]
-) -> tuple[tuple[nn.Module, ...], ...]:
+def _joined(parts: list[nn.Module], shared: list[set[int]], order: Mapping[int, int]) -> Units:
     groups: list[set[int]] = [{id(part)} for part in parts]
     for together in shared:
         touched = [group for group in groups if group & together]
@@ -231,22 +233,12 @@ def _owner_units(module: nn.Module, parts: Sequence[nn.Module]) -> dict[int, int
     return owner
 
 
-def _sharers(module: nn.Module, owner: Mapping[int, int]) -> dict[int, list[int]]:
-    """The units that hold each parameter, by id."""
-    holders: dict[int, list[int]] = {}
-    for part in module.modules():
-        for p in torch_internals.PARAMETERS.of(part).values():
-            if p is not None:
-                holders.setdefault(id(p), []).append(owner[id(part)])
-    return holders
-
-
 def _ignored_in(what: str, module: nn.Module, chosen: Selection | None, more: Collection[str]) -> tuple[str, ...]:
     """Names of the parameters that FSDP2 leaves alone: those asked for, some more, and what it cannot cut.
 
     That are single numbers, parameters without elements, and before torch 2.13 also integers.
     """
-    integers = torch.__version__ >= "2.13"  # can be cut
+    integers = torch.__version__ < "2.13"  # stay whole
     parts = () if chosen is None else select(f"{what}: ignored", module, chosen).values()
     whole = {id(p) for part in parts for p in part.parameters()}
     return tuple(

@@ -110,6 +110,19 @@ def chunk(length: int, pieces: int, place: int) -> tuple[int, int]:
     return start, min(start + per_piece, length) - start
 
 
+def flat_index(place: Sequence[int], shape: Sequence[int]) -> int:
+    """How many places of a shape lie before one, in the order of memory.
+
+    Example:
+        >>> flat_index((1, 2), (4, 3))
+        5
+    """
+    index = 0
+    for at, size in zip(place, shape, strict=True):
+        index = index * size + at
+    return index
+
+
 def overlap(one: Block, two: Block) -> Block | None:
     """The block that two blocks of one tensor share; None if there is none."""
     starts = tuple(max(a, b) for a, b in zip(one.offsets, two.offsets, strict=True))

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from weft import torch_internals
 from weft.tensors.dtensor import local
+
+T = TypeVar("T")
+
+
+def grouped(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> list[list[T]]:
+    """Items in their order, in groups of at most `limit` together; what is larger is a group of its own.
+
+    Example:
+        >>> grouped([3, 1, 2, 9, 1], lambda size: size, 4)
+        [[3, 1], [2], [9], [1]]
+    """
+    groups: list[list[T]] = []
+    filled = 0
+    for item in items:
+        size = size_of(item)
+        if not groups or filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(item)
+        filled += size
+    return groups
 
 
 def control_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.errors import ContractError
+from weft.tensors.nested import tensors
 
 _EACH: Mapping[Any, Any] = MappingProxyType(
     {
@@ -125,7 +126,7 @@ class CutGradient(torch.Tensor):
                 given = [one for one in given if not any(one is other for other in spent)]
             _foreach()[func]([one.piece() if isinstance(one, cls) else one for one in given], *args[1:])
             return None
-        names = [one.parameter_name for one in _flat(args) if isinstance(one, cls)]
+        names = [one.parameter_name for one in tensors(args) if isinstance(one, cls)]
         raise ContractError(
             f"the gradient of {names[0] if names else 'a parameter'} lies in pieces on all ranks",
             found=f"{func}, which would see nothing of it",
@@ -147,10 +148,3 @@ class CutGradient(torch.Tensor):
 
 def _nothing() -> None:
     """A pickled piece of a gradient is none."""
-
-
-def _flat(args: Any) -> list[Any]:
-    found: list[Any] = []
-    for one in args:
-        found += _flat(one) if isinstance(one, (list, tuple)) else [one]
-    return found

@@ -130,7 +130,7 @@ def pipeline(
     number = ranks * per_rank if given is None else len(given)
     if ranks > 1:
         check_schedule(schedule, ranks, number, micro_batches)
-        plan = plan_pipeline(module, number) if given is None else plan_of("pipeline", module, given, number)
+        plan = plan_pipeline(module, number) if given is None else plan_of(module, given, number)
     else:
         plan = PipelinePlan((), ())
     options = PipelineOptions(plan.stages, micro_batches, schedule, loss, ctx.probes)

@@ -10,32 +10,33 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from weft import torch_internals
 from weft.checkpoint.state.adapters import Adapter, adapters_of
 from weft.checkpoint.state.collect import plain_name
 from weft.errors import CheckpointError, ContractError, listed, value_error
+from weft.sharding.meta import tensor_slots
 from weft.weights.sources import WeightFiles
 
 
-def check_adapter_options(peft: object, filter: object, rename: object) -> None:
-    """Raise unless these options of `export` go together.
+def check_adapter_options(what: str, peft: object, *, fix: str, **others: object) -> None:
+    """Raise unless an adapter is asked for by an option `peft`, and none of `others` with it.
 
     Raises:
-        ValueError: They do not.
+        ValueError: It is another value, or one of the others is neither None nor False.
     """
     if not isinstance(peft, bool | str):
         raise value_error(
-            f"export: peft = {peft!r:.80} cannot be used",
+            f"{what}: peft = {peft!r:.80} cannot be used",
             found=type(peft).__name__,
             expected="True, or the name of an adapter",
-            fix="weft.export(path, out, peft=True)",
+            fix=fix,
         )
-    if peft and (filter is not None or rename is not None):
+    given = [name for name, value in others.items() if value is not None and value is not False]
+    if peft and given:
         raise value_error(
-            "export: peft= says which tensors are written, and how they are called",
-            found="filter= as well" if filter is not None else "rename= as well",
+            f"{what}: peft= says which tensors are taken, and how they are called",
+            found=f"{given[0]}= as well",
             expected="one of them",
-            fix="weft.export(path, out, peft=True)",
+            fix=fix,
         )
 
 
@@ -148,10 +149,9 @@ def merged(layer: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, t
     try:
         for name, tensor in stand_in.items():
             path, _, own = name.rpartition(".")
-            part = layer.get_submodule(path)
-            for kind in (torch_internals.PARAMETERS.of(part), torch_internals.BUFFERS.of(part)):
-                if own in kind:
-                    before.append((kind, own, kind[own]))
+            for kind, there, old in tensor_slots(layer.get_submodule(path)):
+                if there == own:
+                    before.append((kind, own, old))
                     kind[own] = tensor
         adapted.merge()
     finally:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.checkpoint.format.tensor_blocks import share_out_writes
+from weft.checkpoint.format.tensor_blocks import check_mesh_ranks, share_out_writes
 from weft.checkpoint.format.transfer import Stored, Transfer, equal_bits, read_blocks, same_number_kind
 from weft.checkpoint.state.collect import update_keepers
 from weft.collectives.on_all_ranks import num_threads, on_all
@@ -27,7 +27,7 @@ from weft.collectives.primitives import name_lost_peer, wait_for_collective
 from weft.context import DistContext, World
 from weft.contract import owners
 from weft.engines.torch.reducing.trained import is_reduced
-from weft.errors import CheckpointError, ContextError, listed, value_error
+from weft.errors import CheckpointError, listed, value_error
 from weft.sharding import check_optimizers
 from weft.tensors.blocks import hold
 from weft.tensors.dtensor import is_sharded, local
@@ -36,6 +36,7 @@ from weft.weights.sources import WeightFiles, reading
 from weft.weights.targets import Target, TargetMemory, targets, waits_for_values
 
 _IN_FLIGHT = 4  # messages; more bring nothing, and each keeps a tensor
+Owners: TypeAlias = Mapping[str, Sequence[tuple[str, int]]]  # of what only some ranks have: where on which axes
 Route: TypeAlias = tuple[Any, int]  # a process group, and which of its ranks has the tensor
 
 
@@ -252,14 +253,12 @@ def _check_dtypes(module: nn.Module, changed: list[Target], ctx: DistContext) ->
         )
 
 
-def renamed(source: WeightFiles, rename: Callable[[str], str | None] | None) -> WeightFiles:
+def renamed(source: WeightFiles, rename: Callable[[str], str | None]) -> WeightFiles:
     """A source with other names; what is renamed to None is left out.
 
     Raises:
         ValueError: Two tensors would have one name.
     """
-    if rename is None:
-        return source
     tensors: dict[str, Stored] = {}
     for name, stored in source.tensors.items():
         new = rename(name)
@@ -279,11 +278,7 @@ def renamed(source: WeightFiles, rename: Callable[[str], str | None] | None) -> 
 
 
 def _moves(
-    held: Sequence[Target],
-    source: WeightFiles,
-    dtypes: Mapping[int, torch.dtype],
-    ctx: DistContext,
-    partly: Mapping[str, Sequence[tuple[str, int]]],
+    held: Sequence[Target], source: WeightFiles, dtypes: Mapping[int, torch.dtype], ctx: DistContext, partly: Owners
 ) -> list[Move]:
     """What is read from where, into what, and which rank sends it to whom; see [Note: once per node]."""
     found = [(one, [name for name in one.names if name in source.tensors]) for one in held]
@@ -317,14 +312,7 @@ def _among_owners(owner: Sequence[tuple[str, int]], index: int, ctx: DistContext
 def _along_copies(name: str, tensor: torch.Tensor, index: int, ctx: DistContext) -> tuple[Route, ...]:
     cut: Any = tensor
     mesh = cut.device_mesh
-    outside = set(mesh.mesh.flatten().tolist()) - set(ctx.ranks)
-    if outside and mesh.size() > 1:
-        raise ContextError(
-            f"load_weights: {name} is sharded over ranks that the context does not have",
-            found=f"global ranks {listed(sorted(outside))} besides {listed(ctx.ranks)}",
-            expected="the context the module was sharded with",
-            fix="weft.load_weights(model, path, ctx)  # ctx of weft.start()",
-        )
+    check_mesh_ranks("load_weights", name, mesh, ctx, fix="weft.load_weights(model, path, ctx)  # ctx of weft.start()")
     copies = [dim for dim, one in enumerate(cut.placements) if one.is_replicate() and mesh.size(dim) > 1]
     return tuple((mesh.get_group(dim), index % mesh.size(dim)) for dim in copies)
 

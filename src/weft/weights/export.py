@@ -22,6 +22,7 @@ from weft.context import local
 from weft.contract.select_modules import Names
 from weft.errors import CheckpointError, value_error
 from weft.tensors.blocks import memory_of, whole
+from weft.tensors.messages import grouped
 from weft.weights.adapter_files import check_adapter_options, stored_adapter
 from weft.weights.places.module_sizes import UNITS, parse_size
 from weft.weights.publish import published
@@ -88,7 +89,7 @@ def export(
     wanted = floating_dtype("export", dtype)
     name = name if name is not None else "adapter_model" if peft else "model"
     check_names(name, rename)
-    check_adapter_options(peft, filter, rename)
+    check_adapter_options("export", peft, fix="weft.export(path, out, peft=True)", filter=filter, rename=rename)
 
     def write(found: Path) -> list[str]:
         most, source = limit, from_checkpoint("export", found, object)
@@ -97,7 +98,7 @@ def export(
             # PEFT reads one file, in which a tensor that is two adapters' is there twice.
             chosen, most = {file: source.tensors[own] for file, own in adapter.names.items()}, sys.maxsize
         else:
-            chosen = chosen_tensors("export", source, filter, option="filter")
+            chosen = chosen_tensors("export", source.tensors, filter, option="filter")
         tensors = renamed_tensors(chosen, wanted, rename)
         shards = _shards(tensors, name, limit=most)
         texts = {f"{name}.safetensors.index.json": _index(tensors, shards)} if len(shards) > 1 else {}
@@ -207,14 +208,7 @@ def renamed_tensors(
 
 def _shards(tensors: Mapping[str, Tensor], name: str, *, limit: int) -> dict[str, list[str]]:
     """Which tensors are in which file, in the order of the module; what is larger than one file gets its own."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for key, tensor in tensors.items():
-        if shards[-1] and filled + tensor.size > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(key)
-        filled += tensor.size
+    shards = grouped(tensors, lambda key: tensors[key].size, limit)
     many = len(shards)
     if many == 1:
         return {f"{name}.safetensors": shards[0]}

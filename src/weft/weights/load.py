@@ -167,7 +167,7 @@ def read(
     def work(found: Path) -> dict[str, torch.Tensor]:
         source = from_path("read", found, object)
         try:
-            chosen = chosen_tensors("read", source, names, option="names")
+            chosen = chosen_tensors("read", source.tensors, names, option="names")
             source.verify(chosen.values())
             made = {name: torch.empty(one.entry.shape, dtype=one.dtype, device=device) for name, one in chosen.items()}
             wanted = [Transfer(one, whole(one.entry.shape), made[name]) for name, one in chosen.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -101,12 +101,12 @@ def floating_dtype(what: str, dtype: torch.dtype | str | None) -> torch.dtype | 
     return found
 
 
-def chosen_tensors(what: str, source: WeightFiles, filter: Names | None, *, option: str) -> dict[str, Stored]:
+def chosen_tensors(what: str, tensors: Mapping[str, Stored], filter: Names | None, *, option: str) -> dict[str, Stored]:
     """The tensors that the user wants, tied ones once.
 
     Args:
         what: The function that asks, for the texts of errors.
-        source: Where they are.
+        tensors: All there are.
         filter: A pattern, several, or a function of the name; None for all.
         option: The name of that argument.
 
@@ -115,9 +115,9 @@ def chosen_tensors(what: str, source: WeightFiles, filter: Names | None, *, opti
         ValueError: `filter` is something else.
     """
     if filter is None:
-        names = list(source.tensors)
+        names = list(tensors)
     elif callable(filter):
-        names = [name for name in source.tensors if filter(name)]
+        names = [name for name in tensors if filter(name)]
     else:
         patterns = [filter] if isinstance(filter, str) else list(filter) if isinstance(filter, Iterable) else [filter]
         if not all(isinstance(pattern, str) for pattern in patterns):
@@ -127,20 +127,20 @@ def chosen_tensors(what: str, source: WeightFiles, filter: Names | None, *, opti
                 expected="a pattern, several patterns, or a function of the name",
                 fix=f'{option}="**.weight"  # or lambda name: "lora_" in name',
             )
-        names = [name for name in source.tensors if any(fits_pattern(name, pattern) for pattern in patterns)]
+        names = [name for name in tensors if any(fits_pattern(name, pattern) for pattern in patterns)]
         idle = [one for one in patterns if not any(fits_pattern(name, one) for name in names)]
         names = [] if idle else names
     if not names:
         raise CheckpointError(
             f"{what}: no tensors remain",
-            found=f"{len(source.tensors)} tensors: {listed(source.tensors) or 'none'}",
+            found=f"{len(tensors)} tensors: {listed(tensors) or 'none'}",
             expected="tensors, with at least one match for each pattern",
-            fix=f"{option}={next(iter(source.tensors))!r}" if source.tensors else "path or object= with tensors in it",
+            fix=f"{option}={next(iter(tensors))!r}" if tensors else "path or object= with tensors in it",
         )
     first: dict[str, str] = {}
     for name in names:
-        first.setdefault(source.tensors[name].key, name)
-    return {name: source.tensors[name] for name in first.values()}
+        first.setdefault(tensors[name].key, name)
+    return {name: tensors[name] for name in first.values()}
 
 
 # -- checkpoints -------------------------------------------------------------------------------------

@@ -76,11 +76,8 @@ def _together(parts: list[list[Stored]], operations: list[Any]) -> TensorEntry |
             offsets = [0] * len(shape)
             offsets[0] += number if stacked else 0
             offsets[dim] += at if joined else 0
-            pieces.append(
-                NamedPiece(
-                    file=piece.file, offsets=tuple(offsets), shape=tuple(shape), name=one.key, stored=piece.shape
-                )
-            )
+            start, size = tuple(offsets), tuple(shape)
+            pieces.append(NamedPiece(file=piece.file, offsets=start, shape=size, name=one.key, stored=piece.shape))
         at += shape[dim] if joined else 0
     if stacked:
         shape[0] = len(parts[0])

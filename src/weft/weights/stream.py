@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,24 +13,25 @@ from torch import nn
 
 from weft import torch_internals
 from weft.checkpoint.format.manifest import TensorEntry
-from weft.checkpoint.format.safetensors_read import TensorFiles
-from weft.checkpoint.format.tensor_blocks import ranks_with_same_blocks
+from weft.checkpoint.format.tensor_blocks import check_mesh_ranks, ranks_with_same_blocks
 from weft.checkpoint.format.transfer import Stored, converted
 from weft.checkpoint.state.adapters import adapters_of
 from weft.checkpoint.state.collect import Content, collect_weights
 from weft.checks import check_module
 from weft.collectives.on_all_ranks import gathered, on_all
+from weft.collectives.primitives import num_bytes
 from weft.collectives.whole_tensors import Gather, InParts, brought
 from weft.context import DistContext
 from weft.contract import check_not_streamed, owners
 from weft.contract.select_modules import Names
-from weft.errors import ContextError, ContractError, listed, value_error
+from weft.errors import ContractError
 from weft.peers.agreement import disagree
 from weft.tensors.blocks import Held, block_of
+from weft.tensors.messages import grouped
 from weft.tensors.remote_parameter import is_elsewhere
-from weft.weights.adapter_files import chosen_adapter, merged, plan_merge
+from weft.weights.adapter_files import check_adapter_options, chosen_adapter, merged, plan_merge
 from weft.weights.export import Tensor, check_rename, num_bytes_of, renamed_tensors
-from weft.weights.sources import WeightFiles, chosen_tensors, floating_dtype
+from weft.weights.sources import chosen_tensors, floating_dtype
 
 
 class LocalPart(NamedTuple):
@@ -83,16 +82,8 @@ def local_parts(module: nn.Module, ctx: DistContext) -> tuple[LocalPart, ...]:
     here = {name: one for name, one in held.tensors.items() if not is_elsewhere(one.tensor)}
     alike = ranks_with_same_blocks(here.values(), ctx)
     there = gathered("local_parts", ctx, lambda: list(here)) if held.is_divided else None
-    return tuple(
-        LocalPart(
-            name,
-            one.local,
-            one.block.offsets,
-            one.shape,
-            tuple(rank for rank in alike[one.name] if there is None or name in there[rank]),
-        )
-        for name, one in here.items()
-    )
+    ranks = {name: tuple(rank for rank in alike[name] if there is None or name in there[rank]) for name in here}
+    return tuple(LocalPart(name, one.local, one.block.offsets, one.shape, ranks[name]) for name, one in here.items())
 
 
 def stream(
@@ -162,8 +153,16 @@ def stream(
             "stream", "bucket_bytes", bucket_bytes, fix='weft.weights.stream(model, ctx, bucket_bytes="1GB")'
         )
         check_rename("stream", rename)
-        units = _units(weights, floating_dtype("stream", dtype), filter, rename, peft=peft, merge=merge)
-        return _buckets(units, limit)
+        fix = "weft.weights.stream(model, ctx, peft=True)"
+        check_adapter_options("stream", peft, fix=fix, merge=merge, filter=filter, rename=rename)
+        wanted = floating_dtype("stream", dtype)
+        names, layers = _names(weights, peft=peft, merge=merge)
+        stored = {
+            name: Stored(origin, TensorEntry(dtype=weights.tensors[origin].dtype, shape=weights.tensors[origin].shape))
+            for name, origin in names.items()
+        }
+        chosen = stored if peft else chosen_tensors("stream", stored, filter, option="filter")
+        return grouped(_units(weights, renamed_tensors(chosen, wanted, rename), layers), _Unit.num_bytes, limit)
 
     buckets = on_all("stream", ctx, settled)
     facts = [[unit.facts() for unit in bucket] for bucket in buckets]
@@ -211,15 +210,10 @@ class _Weights:
         check_module(what, module, fix=f"weft.weights.{what}(model, ctx)")
         check_not_streamed(what, module)
         content = Content()
-        named, _ = collect_weights("", module, content, {})
-        self.module = module
-        self.named = named
-        self.tensors = {name[1:]: held for name, held in content.tensors.items()}
-        self.same_as = {name[1:]: origin[1:] for name, origin in content.same_as.items()}
-        self._buffers = {name[1:] for name in content.buffers}
-        self._owners = owners(module)
+        self.named, _ = collect_weights("", module, content, what=what)
+        self.module, self.tensors, self.same_as = module, content.tensors, content.same_as
+        self._ctx, self._owners, self._buffers = ctx, owners(module), content.buffers
         self.is_divided = bool(self._owners)
-        self._ctx = ctx
 
     def in_parts(self, name: str, dtype: torch.dtype) -> InParts:
         """How a tensor comes to all ranks."""
@@ -237,7 +231,7 @@ def _value(held: Held, dtype: torch.dtype, *, copy: bool, check: bool) -> torch.
     """What this rank has of a tensor, in another dtype."""
     value = held.local
     if dtype != value.dtype:
-        return converted(held.name[1:], value, dtype) if check else value.to(dtype)
+        return converted(held.name, value, dtype) if check else value.to(dtype)
     return value.clone() if copy else value
 
 
@@ -247,14 +241,7 @@ def _gathers(held: Held, ctx: DistContext) -> tuple[Gather, ...]:
         return ()
     cut: Any = held.tensor
     mesh, placements = cut.device_mesh, list(cut.placements)
-    outside = set(mesh.mesh.flatten().tolist()) - set(ctx.ranks)
-    if outside and mesh.size() > 1:
-        raise ContextError(
-            f"stream: {held.name[1:]} is sharded over ranks that the context does not have",
-            found=f"global ranks {listed(sorted(outside))} besides {listed(ctx.ranks)}",
-            expected="the context the module was sharded with",
-            fix="weft.weights.stream(model, ctx)  # ctx of weft.start()",
-        )
+    check_mesh_ranks("stream", held.name, mesh, ctx, fix="weft.weights.stream(model, ctx)  # ctx of weft.start()")
     from torch.distributed.tensor import Replicate  # noqa: PLC0415  (half a second of imports in torch)
 
     found: list[Gather] = []
@@ -277,20 +264,19 @@ class _Unit(NamedTuple):
 
     Attributes:
         parts: What it is made of.
-        given: Names, the number of the part, and the dtype of what is given.
-        layer: Of PEFT, with adapters; None: the parts are what is given.
-        inner: The names of the parts in it.
+        given: Names, the name of the part, and the dtype of what is given.
+        layer: Of PEFT, with adapters; None: the only part is what is given.
+        path: Its name in the module.
     """
 
     parts: list[InParts]
-    given: list[tuple[str, int, torch.dtype]]
+    given: list[tuple[str, str, torch.dtype]]
     layer: nn.Module | None = None
-    inner: tuple[str, ...] = ()
+    path: str = ""
 
-    @property
-    def nbytes(self) -> int:
+    def num_bytes(self) -> int:
         """Of all parts, whole."""
-        return sum(math.prod(one.shape) * one.dtype.itemsize for one in self.parts)
+        return sum(num_bytes(one.shape, one.dtype) for one in self.parts)
 
     def facts(self) -> list[Any]:
         """What has to be alike on all ranks, to be compared."""
@@ -300,73 +286,39 @@ class _Unit(NamedTuple):
     def results(self, made: list[Callable[[], torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """What is given."""
         if self.layer is None:
-            for name, number, _ in self.given:
-                yield name, made[number]()
+            yield self.given[0][0], made[0]()
             return
-        whole = merged(self.layer, {name: make() for name, make in zip(self.inner, made, strict=True)})
-        for name, number, dtype in self.given:
-            yield name, converted(name, whole.pop(self.inner[number]), dtype)
+        inner = [part.name.removeprefix(f"{self.path}.") for part in self.parts]
+        whole = merged(self.layer, {name: make() for name, make in zip(inner, made, strict=True)})
+        for name, part, dtype in self.given:
+            yield name, converted(name, whole.pop(part.removeprefix(f"{self.path}.")), dtype)
 
 
-def _units(
-    weights: _Weights,
-    dtype: torch.dtype | None,
-    filter: Names | None,
-    rename: Callable[[str], str] | None,
-    *,
-    peft: bool | str,
-    merge: bool,
-) -> list[_Unit]:
-    if peft and (merge or filter is not None or rename is not None):
-        raise value_error(
-            "stream: peft= says which tensors are given, and how they are called",
-            found=f"{'merge' if merge else 'rename' if filter is None else 'filter'}= as well",
-            expected="one of them",
-            fix="weft.weights.stream(model, ctx, peft=True)",
-        )
-    layers: dict[str, nn.Module] = {}
-    names = {**{name: name for name in weights.tensors}, **weights.same_as}  # and the first name of each
+def _names(weights: _Weights, *, peft: bool | str, merge: bool) -> tuple[dict[str, str], dict[str, nn.Module]]:
+    """Under which names tensors may be given, each with the first one in the module; and layers to merge, by name."""
+    names = {**{name: name for name in weights.tensors}, **weights.same_as}
     if peft:
         adapters = adapters_of(weights.module, weights.named)
         what = f"stream: {type(weights.module).__name__}"
         adapter = chosen_adapter(what, adapters, peft, call="weft.weights.stream(model, ctx{})")
-        names = {file: names[own] for file, own in adapter.names.items()}
-    elif merge:
+        return {file: names[own] for file, own in adapter.names.items()}, {}
+    if merge:
         layers, after = plan_merge(weights.module, names)
-        names = {after[name]: origin for name, origin in names.items() if name in after}
-    stored = {
-        name: Stored(origin, TensorEntry(dtype=weights.tensors[origin].dtype, shape=weights.tensors[origin].shape))
-        for name, origin in names.items()
-    }
-    source = WeightFiles(Path("module"), stored, TensorFiles("stream", {}))
-    chosen = stored if peft else chosen_tensors("stream", source, filter, option="filter")
-    return _grouped(weights, renamed_tensors(chosen, dtype, rename), layers)
+        return {after[name]: origin for name, origin in names.items() if name in after}, layers
+    return names, {}
 
 
-def _grouped(weights: _Weights, tensors: Mapping[str, Tensor], layers: Mapping[str, nn.Module]) -> list[_Unit]:
+def _units(weights: _Weights, tensors: Mapping[str, Tensor], layers: Mapping[str, nn.Module]) -> list[_Unit]:
     """Tensors alone, or with all others of a layer that is merged."""
     units: dict[str, _Unit] = {}
     for name, (stored, dtype) in tensors.items():
         origin = stored.key
         path = next((path for path in layers if origin.startswith(f"{path}.")), None)
         if path is None:
-            units[f"{name}."] = _Unit([weights.in_parts(origin, dtype)], [(name, 0, dtype)])
+            units[f"{name}."] = _Unit([weights.in_parts(origin, dtype)], [(name, origin, dtype)])
             continue
         if path not in units:
-            inside = [one for one in weights.tensors if one.startswith(f"{path}.")]
-            parts = [weights.in_parts(one, getattr(torch, weights.tensors[one].dtype)) for one in inside]
-            units[path] = _Unit(parts, [], layers[path], tuple(one.removeprefix(f"{path}.") for one in inside))
-        units[path].given.append((name, [part.name for part in units[path].parts].index(origin), dtype))
+            inside = {one: held.tensor.dtype for one, held in weights.tensors.items() if one.startswith(f"{path}.")}
+            units[path] = _Unit([weights.in_parts(one, own) for one, own in inside.items()], [], layers[path], path)
+        units[path].given.append((name, origin, dtype))
     return list(units.values())
-
-
-def _buckets(units: Sequence[_Unit], limit: int) -> list[list[_Unit]]:
-    buckets: list[list[_Unit]] = []
-    filled = 0
-    for unit in units:
-        if not buckets or filled + unit.nbytes > limit:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(unit)
-        filled += unit.nbytes
-    return buckets

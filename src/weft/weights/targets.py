@@ -15,7 +15,7 @@ from weft.checks import check_module, check_not_lazy
 from weft.context import DistContext
 from weft.context.placement import value_device, values_replaced
 from weft.errors import CheckpointError, listed, type_error
-from weft.sharding.meta import draw_values, draws, own_tensors
+from weft.sharding.meta import draw_values, draws, own_tensors, tensor_slots
 from weft.tensors.dtensor import is_fsdp_unit, is_sharded
 from weft.tensors.quantized import quantization_state
 from weft.tensors.remote_parameter import is_elsewhere
@@ -51,6 +51,7 @@ def targets(module: nn.Module, elsewhere: Mapping[int, torch.Tensor], *, what: s
     state = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
     held = {id(tensor) for kind in (module.parameters(), module.buffers()) for tensor in kind}
     scales = quantization_state(module)
+    assign = ", assign=True" if any(p.is_meta for p in module.parameters()) else ""
     found: dict[int, tuple[list[str], Any]] = {id(value): ([plain_name(name)], value) for name, value in scales.items()}
     for name, value in state.items():
         if id(value) in held:
@@ -60,16 +61,12 @@ def targets(module: nn.Module, elsewhere: Mapping[int, torch.Tensor], *, what: s
                 f"{what}: {name} cannot be loaded",
                 found=f"{type(value).__name__} in state_dict(), no parameter or buffer of the module",
                 expected="parameters and buffers",
-                fix=f"model.load_state_dict(weft.weights.read(path){_assigned(module)})",
+                fix=f"model.load_state_dict(weft.weights.read(path){assign})",
             )
     check_not_lazy(what, module)
     for names, value in found.values():
         check_memory(what, names[0], value)
     return [Target(tuple(names), elsewhere.get(one, value), one) for one, (names, value) in found.items()]
-
-
-def _assigned(module: nn.Module) -> str:
-    return ", assign=True" if any(p.is_meta for p in module.parameters()) else ""
 
 
 def waits_for_values(tensor: torch.Tensor) -> bool:
@@ -116,11 +113,10 @@ class TargetMemory:
     def take(self) -> None:
         """Put real tensors in the place of those on meta, and draw what no file has."""
         for part in self._module.modules():
-            for kind in (torch_internals.PARAMETERS.of(part), torch_internals.BUFFERS.of(part)):
-                for name, tensor in kind.items():
-                    if tensor is not None and waits_for_values(tensor):
-                        self._before.append((kind, name, tensor))
-                        kind[name] = self._made(tensor)
+            for kind, name, tensor in tensor_slots(part):
+                if waits_for_values(tensor):
+                    self._before.append((kind, name, tensor))
+                    kind[name] = self._made(tensor)
         for name, part in self._drawing.items():
             draw_values(part, name, self._ctx)
 

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 from weft.checks import import_extra
 from weft.errors import MissingExtra
 
-HASHES = MappingProxyType(
-    {"xxh3_128": ("XXH3-128", 32), "sha256": ("SHA-256", 64)}
-)  # what it is called, hexadecimal digits
+# What each is called, and its number of hexadecimal digits.
+HASHES = MappingProxyType({"xxh3_128": ("XXH3-128", 32), "sha256": ("SHA-256", 64)})
 
 
 class Hash(Protocol):

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from weft.checkpoint.format.hashes import HASHES
 from weft.checkpoint.format.plain_files import parse_json, raise_if_unreadable, read_plain
-from weft.errors import CheckpointError, listed, message
+from weft.errors import CheckpointError, listed
 
 # Its number grows with whatever an older weft would not understand. 2: counters, ordered dicts and orders of sums among
 # the values, which 0.2.0 wrote as 1; scores.
@@ -225,12 +225,10 @@ def check_place(folder: Path, manifest: Manifest) -> None:
 
 def _refuse(folder: Path, problem: str, found: str, cause: BaseException | None = None) -> NoReturn:
     raise Damage(
-        message(
-            f"{folder} has {problem}",
-            found=f"{found:.500}",
-            expected=f"a folder that weft.save wrote, with {NAME} of format {FORMAT!r}",
-            fix="weft.restore(state, directory, ctx)  # takes the newest checkpoint that is complete",
-        )
+        f"{folder} has {problem}",
+        found=f"{found:.500}",
+        expected=f"a folder that weft.save wrote, with {NAME} of format {FORMAT!r}",
+        fix="weft.restore(state, directory, ctx)  # takes the newest checkpoint that is complete",
     ) from cause
 
 

@@ -15,7 +15,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -140,21 +140,17 @@ def digest_of(path: Path, kind: str) -> str:
 # -- JSON -------------------------------------------------------------------------------------------
 
 
-def parse_json(text: bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value of a text in JSON.
-
-    Args:
-        text: In UTF-8.
-        pairs: Makes the value of an object; default: a dict.
+def parse_json(text: bytes) -> Any:
+    """The value of a text in JSON, in UTF-8.
 
     Raises:
         ValueError: It is no JSON, or nested too deep.
     """
     try:
-        return json.loads(text, object_pairs_hook=pairs)
+        return json.loads(text)
     except RecursionError:  # because of this stack?
         with ThreadPoolExecutor(1) as threads:  # whose stack is empty
-            alone = threads.submit(json.loads, text, object_pairs_hook=pairs)
+            alone = threads.submit(json.loads, text)
     try:
         return alone.result()
     except RecursionError:

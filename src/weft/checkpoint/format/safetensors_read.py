@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from weft.checkpoint.format.manifest import DTYPES, MAX_HEADER_BYTES, NamedPiece, Piece, TensorEntry
 from weft.checkpoint.format.plain_files import open_plain, raise_if_unreadable, read_into
 from weft.errors import CheckpointError
-from weft.tensors.blocks import Block, memory_of, overlap
+from weft.tensors.blocks import Block, flat_index, memory_of, overlap
 
 _CODES = MappingProxyType({code: dtype for dtype, (code, _) in DTYPES.items()})
 _ENTRY = re.compile(rb'"data_offsets"\s*:\s*\[')
@@ -186,10 +186,7 @@ def _runs(common: Block, source: Block, target: Block) -> Iterator[tuple[int, in
 
 def _flat_offset(at: tuple[int, ...], block: Block) -> int:
     """How many elements of a block lie before a place in it."""
-    distance = 0
-    for place, zero, size in zip(at, block.offsets, block.shape, strict=True):
-        distance = distance * size + place - zero
-    return distance
+    return flat_index([place - zero for place, zero in zip(at, block.offsets, strict=True)], block.shape)
 
 
 # -- headers -----------------------------------------------------------------------------------------

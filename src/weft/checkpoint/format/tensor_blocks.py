@@ -1,4 +1,4 @@
-"""Whether a tensor can be saved, who holds the same block of it, and which rank writes it."""
+"""Whether a tensor can be saved or sent, who holds the same block of it, and which rank writes it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from torch.nn.parameter import is_lazy
 from weft.checkpoint.format.manifest import DTYPES
 from weft.context import DistContext
 from weft.engines.torch.device.emptied import has_memory
-from weft.errors import ContractError, type_error
+from weft.errors import ContextError, ContractError, listed, type_error
 from weft.tensors.blocks import Held, hold
 from weft.tensors.quantized import is_wrapped
 
 
-def hold_savable(name: str, tensor: torch.Tensor, *, in_place: bool = False) -> Held:
-    """What this rank holds of a tensor that is to be written into a file.
+def hold_savable(name: str, tensor: torch.Tensor, *, in_place: bool = False, what: str = "save") -> Held:
+    """What this rank holds of a tensor that is to be written into a file, or sent as if it came from one.
 
     Args:
         name: In the state.
         tensor: Which.
         in_place: Whether restoring writes into its memory.
+        what: The function that asks, for errors.
 
     Raises:
         TypeError: Its dtype or layout has no place in the format, or its memory takes no values; the text names it.
         ContractError: It is without memory, inside `offloaded`.
     """
+    problem = f"{what}: {name} cannot be {'saved' if what == 'save' else 'read'}"
     dtype, lazy = str(tensor.dtype).removeprefix("torch."), is_lazy(tensor)
     if lazy or dtype not in DTYPES or tensor.layout is not torch.strided:
         found = f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
         raise type_error(
-            f"save: {name} cannot be saved",
+            problem,
             found="a parameter without a shape" if lazy else found,
             expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
             fix="model(example_batch)  # a lazy module gets its parameters by the first call"
@@ -40,21 +42,21 @@ def hold_savable(name: str, tensor: torch.Tensor, *, in_place: bool = False) -> 
             else "leave it out of state_dict(), or convert it there",
         )
     if in_place:
-        check_memory("save", name, tensor)
+        check_memory(what, name, tensor)
     held = hold(name, tensor)
     if is_wrapped(held.local):
         raise type_error(
-            f"save: {name} cannot be saved",
+            problem,
             found=f"{type(held.local).__name__} of torchao, whose numbers are in several tensors",
             expected="plain tensors; those of bitsandbytes are saved with their scales",
             fix='weft.quantized(model, ctx, "nf4")  # of the plain model; or "int8", engine="bitsandbytes"',
         )
     if not has_memory(held.local):
         raise ContractError(
-            f"save: {name} has no values now",
+            f"{what}: {name} has no values now",
             found="a tensor without memory, as inside weft.offloaded",
             expected="values, as before and after it",
-            fix="with weft.offloaded(model, optimizer, ctx): ...  # something else; weft.save(...) after it",
+            fix="with weft.offloaded(model, optimizer, ctx): ...  # something else; weft.save(...) and such after it",
         )
     return held
 
@@ -71,6 +73,22 @@ def check_memory(what: str, name: str, tensor: torch.Tensor) -> None:
             found=f"shape {tuple(tensor.shape)} with strides {tensor.stride()}: elements that share memory",
             expected="memory of its own for each element",
             fix='self.register_buffer("name", value.expand(shape).clone())',
+        )
+
+
+def check_mesh_ranks(what: str, name: str, mesh: Any, ctx: DistContext, *, fix: str) -> None:
+    """Raise if a tensor is cut over ranks of which some take no part.
+
+    Raises:
+        ContextError: The text names the tensor and the ranks.
+    """
+    outside = set(mesh.mesh.flatten().tolist()) - set(ctx.ranks)
+    if outside and mesh.size() > 1:
+        raise ContextError(
+            f"{what}: {name} is sharded over ranks that the context does not have",
+            found=f"global ranks {listed(sorted(outside))} besides {listed(ctx.ranks)}",
+            expected="the context the module was sharded with",
+            fix=fix,
         )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -337,8 +337,7 @@ def _load_object(obj: Any, loaded: Any, undo: contextlib.ExitStack) -> None:
         undo.callback(prepare_generator(obj, generator_state(obj), new=(0, 0, 0, "")))
         loaded()
     elif isinstance(obj, torch.optim.Optimizer):  # what it holds is replaced and not overwritten: no copy is needed
-        held = _StateToLoad(obj.state_dict(), set())
-        undo.callback(held.load_into, obj)
+        undo.callback(_StateToLoad(obj.state_dict(), set()).load_into, obj)
         loaded.load_into(obj)
         for name, kept in step_state_of(obj).items():
             if name in loaded.transforms:
@@ -385,13 +384,13 @@ def put_weights(plan: RestorePlan, ctx: DistContext) -> None:
         plan.set_random()
 
 
-class _StateToLoad:
+class _StateToLoad(NamedTuple):
     """What an optimizer's `load_state_dict` takes; loaded without a change of its dtypes.
 
     torch gives all of a parameter's state the dtype of the parameter: masks and counters too, and
     averages that are kept in a wider one.
 
-    Args:
+    Attributes:
         content: From `state_dict`.
         changed: Numbers of the parameters whose own dtype is another than it was; theirs are converted.
         averaged: Parameters by number, if their state is that of another number of ranks which stepped apart, one
@@ -399,33 +398,26 @@ class _StateToLoad:
         transforms: What the transforms of the optimizer have kept.
     """
 
-    def __init__(
-        self,
-        content: dict[str, Any],
-        changed: set[int],
-        averaged: Mapping[int, torch.Tensor] = MappingProxyType({}),
-        transforms: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        self.transforms = transforms
-        self._content = content
-        self._changed = changed
-        self._averaged = averaged
+    content: dict[str, Any]
+    changed: set[int]
+    averaged: Mapping[int, torch.Tensor] = MappingProxyType({})
+    transforms: Mapping[str, Any] = MappingProxyType({})
 
     def load_into(self, optimizer: torch.optim.Optimizer) -> None:
         """Load it; hooks of the optimizer, such as those that cut its state, find the dtypes that were saved."""
-        for index, parameter in self._averaged.items():
-            entry = self._content["state"].get(index, {})
+        for index, parameter in self.averaged.items():
+            entry = self.content["state"].get(index, {})
             entry.update({key: _mean(value, parameter) for key, value in entry.items()})
         hook = optimizer.register_load_state_dict_post_hook(self._put_back, prepend=True)
         try:
-            optimizer.load_state_dict(self._content)
+            optimizer.load_state_dict(self.content)
         finally:
             hook.remove()
 
     def _put_back(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for index, entry in self._content["state"].items():
-            if isinstance(index, int) and index not in self._changed:
+        for index, entry in self.content["state"].items():
+            if isinstance(index, int) and index not in self.changed:
                 held = optimizer.state[parameters[index]]
                 for key in held.keys() & entry.keys() - {"step"}:  # fused and capturable ones need theirs in float32
                     held[key] = _of_saved_dtype(held[key], entry[key])

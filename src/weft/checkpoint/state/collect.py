@@ -9,7 +9,7 @@ strings and places of tensors are marked in it (json_values.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -243,6 +243,7 @@ class Content:
         tensors: By name; the live tensors, sharded as they are.
         buffers: Which of them are buffers of modules; rank 0's count.
         same_as: Tensors that are the very same as another: its name.
+        seen: Names of the tensors of modules that are there, by the id of the parameter or buffer.
         values: Plain values by object, alike on all ranks.
         generators: States of the user's random generators, on this rank.
         is_divided: Whether only some ranks have a parameter, as in a pipeline, or the state of one; see `Placed` and
@@ -253,6 +254,7 @@ class Content:
     tensors: dict[str, Held] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
     same_as: dict[str, str] = field(default_factory=dict)
+    seen: dict[int, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     generators: dict[str, Any] = field(default_factory=dict)
     is_divided: bool = False
@@ -277,10 +279,9 @@ def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
         owners(obj) if isinstance(obj, nn.Module) else offered(obj, OwnsState) for obj in state.objects.values()
     )
     content = Content(parameter_names(state), is_divided=is_divided)
-    seen: dict[int, str] = {}
     for key, obj in state.objects.items():
         if isinstance(obj, nn.Module):
-            _collect_module(key, obj, content, seen, state.only)
+            _collect_module(key, obj, content, state.only)
         elif isinstance(obj, torch.optim.Optimizer):
             _collect_optimizer(key, obj, content)
         elif is_generator(obj):
@@ -310,20 +311,16 @@ def parameter_names(state: Checkpoint) -> dict[int, str]:
 
 
 def collect_weights(
-    key: str,
-    module: nn.Module,
-    content: Content,
-    seen: dict[int, str],
-    only: Callable[[str], bool] | None = None,
+    key: str, module: nn.Module, content: Content, only: Callable[[str], bool] | None = None, *, what: str = "save"
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Add the parameters and buffers of a module to a content, each under the first of its names.
 
     Args:
-        key: The name of the module in the state.
+        key: The name of the module in the state; "" if there is nothing else.
         module: Which.
         content: To add to.
-        seen: Tensors that are there already: their names, by id; to add to.
         only: As for `checkpointable`.
+        what: The function that asks, for errors.
 
     Returns:
         Its tensors by their names in `state_dict()`; and what `get_extra_state` returned, encoded.
@@ -339,23 +336,23 @@ def collect_weights(
     buffers = {id(tensor) for tensor in module.buffers()}
     held = buffers | {id(tensor) for tensor in module.parameters()}
     for name, value in (found | scales).items():
-        full = f"{key}/{name}"
+        full = f"{key}/{name}" if key else name
         if only is not None and id(value) in held and not only(full):
             continue
-        if id(value) in seen:
-            content.same_as[full] = seen[id(value)]
+        if id(value) in content.seen:
+            content.same_as[full] = content.seen[id(value)]
         elif (id(value) in held and not name.startswith("#")) or name in scales:  # a # marks what transforms keep
             tensor: Any = elsewhere.get(id(value), value)
-            content.tensors[full] = hold_savable(full, tensor, in_place=True)
+            content.tensors[full] = hold_savable(full, tensor, in_place=True, what=what)
             if id(value) in buffers:
                 content.buffers.add(full)
             if id(value) in held:
-                seen[id(value)] = full
+                content.seen[id(value)] = full
         elif is_extra(name):
             values[name] = encode(f"{key}/#{name}", value, content.tensors)
         else:
             raise type_error(
-                f"save: {full} could not be restored",
+                f"{what}: {full} could not be restored",
                 found="a name that begins with #, which marks what transforms keep"
                 if id(value) in held
                 else f"{type(value).__name__} in state_dict(), no parameter or buffer of the module",
@@ -367,10 +364,8 @@ def collect_weights(
     return found, values
 
 
-def _collect_module(
-    key: str, module: nn.Module, content: Content, seen: dict[int, str], only: Callable[[str], bool] | None
-) -> None:
-    found, values = collect_weights(key, module, content, seen, only)
+def _collect_module(key: str, module: nn.Module, content: Content, only: Callable[[str], bool] | None) -> None:
+    found, values = collect_weights(key, module, content, only)
     keep = extra_state_of(module, Stateful)
     kept = {name: encode(f"{key}/#{name}", offer.state_dict(), content.tensors) for name, offer in keep.items()}
     orders = {
@@ -437,26 +432,35 @@ def _collect_optimizer(key: str, optimizer: torch.optim.Optimizer, content: Cont
     states, groups = saved.pop("state"), saved.pop("param_groups")
     shared = {k: state for k, state in states.items() if not isinstance(k, int)}  # of no single parameter
 
-    def encoded(path: str, value: Any) -> Any:
-        return encode(f"{key}/{path}", value, content.tensors)
-
     for offer in offered(optimizer, StepsApart):
         states = {k: {name: _stacked(value, offer) for name, value in state.items()} for k, state in states.items()}
-    content.values[key] = {
-        "state": {order[k]: encoded(f"state/{order[k]}", state) for k, state in states.items() if k not in shared},
-        "groups": [
-            {"params": params, "options": encoded(f"groups/{index}", {k: v for k, v in group.items() if k != "params"})}
-            for index, (params, group) in enumerate(zip(given, groups, strict=True))
-        ],
-    }
+    named = {order[k]: state for k, state in states.items() if k not in shared}
+    options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    content.values[key] = optimizer_values(key, named, zip(given, options, strict=True), content.tensors)
     for kind, entries in (("shared", shared), ("more", saved)):
         if entries:
-            content.values[key][kind] = encoded(kind, entries)
-    kept = {name: encoded(f"#{name}", one.state_dict()) for name, one in step_state_of(optimizer).items()}
+            content.values[key][kind] = encode(f"{key}/{kind}", entries, content.tensors)
+    kept = {
+        name: encode(f"{key}/#{name}", one.state_dict(), content.tensors)
+        for name, one in step_state_of(optimizer).items()
+    }
     if kept:
         content.values[key]["transforms"] = kept
     if num_stacked_states(optimizer) > 1:
         content.values[key]["ranks apart"] = num_stacked_states(optimizer)
+
+
+def optimizer_values(
+    key: str, states: Mapping[str, Any], groups: Iterable[tuple[list[str], Mapping[str, Any]]], tensors: dict[str, Held]
+) -> dict[str, Any]:
+    """What is kept of an optimizer: state by the names of parameters; of each group, their names and its options."""
+    return {
+        "state": {name: encode(f"{key}/state/{name}", state, tensors) for name, state in states.items()},
+        "groups": [
+            {"params": params, "options": encode(f"{key}/groups/{index}", options, tensors)}
+            for index, (params, options) in enumerate(groups)
+        ],
+    }
 
 
 def step_state_of(optimizer: torch.optim.Optimizer) -> dict[str, Stateful]:

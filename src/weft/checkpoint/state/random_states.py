@@ -22,10 +22,31 @@ from weft.tensors.rng_state import RngState, numpy_json, numpy_state, python_jso
 def random_state(ctx: DistContext) -> dict[str, Any]:
     """The random states of this rank, as JSON."""
     now = RngState.capture(ctx.device, ctx.engine)
-    found = {"python": python_json(*now.python), "numpy": numpy_json(*now.numpy), "torch": to_hex(now.cpu)}
-    if now.device is not None:
-        found[ctx.device.type] = to_hex(now.device)
-    return found
+    return as_json(now.python, now.numpy, now.cpu, {} if now.device is None else {ctx.device.type: now.device})
+
+
+def as_json(python: Any, numpy: Any, cpu: Any, devices: Mapping[str, Any]) -> dict[str, Any]:
+    """Random states as JSON.
+
+    Args:
+        python: As of `random.getstate`.
+        numpy: As of `numpy.random.get_state`.
+        cpu: Of torch, uint8.
+        devices: By the kind of device; of several, that of this rank.
+    """
+    found = {"python": python_json(*python), "numpy": numpy_json(*numpy), "torch": to_hex(cpu)}
+    return found | {kind: to_hex(state) for kind, state in devices.items()}
+
+
+def checked_states(found: Mapping[str, Any]) -> RngState:
+    """Those of python, numpy and torch, of JSON.
+
+    Raises:
+        ValueError: They are something else; other errors than of the system mean the same.
+    """
+    states = RngState(python_state(*found["python"]), numpy_state(*found["numpy"]), torch_state(found["torch"]))
+    torch.Generator().set_state(states.cpu)
+    return states
 
 
 def prepare_random_state(found: Mapping[str, Any], ctx: DistContext) -> Callable[[], None]:
@@ -36,12 +57,11 @@ def prepare_random_state(found: Mapping[str, Any], ctx: DistContext) -> Callable
     """
     device, engine = ctx.device, ctx.engine
     try:
-        python, numpy = python_state(*found["python"]), numpy_state(*found["numpy"])
-        cpu = torch_state(found["torch"])
-        other = torch_state(found[device.type]) if device.type in found else None
-        torch.Generator().set_state(cpu)
-        if other is not None:
+        states = checked_states(found)
+        if device.type in found:
+            other = torch_state(found[device.type])
             engine.check_rng_state(device, other)
+            states = states._replace(device=other)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             "restore: the random states in the checkpoint cannot be used",
@@ -49,8 +69,6 @@ def prepare_random_state(found: Mapping[str, Any], ctx: DistContext) -> Callable
             expected="states of python, numpy and torch",
             fix="state, ctx = weft.checkpointable(objects, ctx, rng=False)",
         ) from error
-
-    states = RngState(python, numpy, cpu, other)
     return lambda: states.apply(device, engine)
 
 

@@ -28,9 +28,13 @@ _NEWEST = "newest"
 _PART = 2**22
 _PACKAGES = MappingProxyType(
     {
-        f"{scheme}:": package
-        for package, schemes in {"s3fs": "s3 s3a", "gcsfs": "gs gcs", "adlfs": "az abfs abfss"}.items()
-        for scheme in schemes.split()
+        "s3:": "s3fs",
+        "s3a:": "s3fs",
+        "gs:": "gcsfs",
+        "gcs:": "gcsfs",
+        "az:": "adlfs",
+        "abfs:": "adlfs",
+        "abfss:": "adlfs",
     }
 )
 _PAUSES_S = (0.05, 0.25)  # before what came incomplete is asked for again

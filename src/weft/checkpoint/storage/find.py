@@ -169,11 +169,7 @@ def best(directory: str | Path) -> Path | None:
     """
     storage = storage_of(path_or_url(directory))
     storage.check_place("best")
-    scored = [
-        (manifest.score, manifest.step, name)
-        for name, manifest in complete_checkpoints(storage)
-        if manifest.score is not None
-    ]
+    scored = [(one.score, one.step, name) for name, one in complete_checkpoints(storage) if one.score is not None]
     return storage.where / min(scored)[2] if scored else None
 
 

@@ -17,17 +17,13 @@ def proposed_plan(module: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for prefix, part in module.named_modules():
         styles = _side_by_side(part)
-        if _is_numbered(prefix):
+        if any(piece.isdigit() for piece in prefix.split(".")):  # a block, or in one
             styles |= _one_after_another(part)
         found |= {pattern_of(module, f"{prefix}.{n}" if prefix else n): style for n, style in styles.items()}
     embeddings = {name: one for name, one in module.named_modules() if isinstance(one, nn.Embedding)}
-    for name, one in module.named_modules():
+    for name, one in [(name, one) for name, one in module.named_modules() if isinstance(one, nn.Linear)]:
         pattern = pattern_of(module, name) if name else name
-        tables = (
-            [each.weight for each in embeddings.values() if each.num_embeddings == outputs_of(one)]
-            if isinstance(one, nn.Linear)
-            else []
-        )
+        tables = [each.weight for each in embeddings.values() if each.num_embeddings == outputs_of(one)]
         if tables and pattern not in found:
             chosen = next((weight for weight in tables if weight is one.weight), tables[-1])
             found |= {own: "vocab" for own, each in embeddings.items() if each.weight is chosen}
@@ -55,10 +51,6 @@ def pattern_of(module: nn.Module, name: str) -> str:
     outer = [module.get_submodule(".".join(pieces[: at + 1])) for at in range(len(pieces))]
     blocks = [piece.isdigit() and any(True for _ in part.children()) for piece, part in zip(pieces, outer, strict=True)]
     return ".".join("*" if is_block else piece for piece, is_block in zip(pieces, blocks, strict=True))
-
-
-def _is_numbered(name: str) -> bool:
-    return any(piece.isdigit() for piece in name.split("."))
 
 
 def _side_by_side(part: nn.Module) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
@@ -185,16 +185,14 @@ def check_ties(module: nn.Module, styles: Styles) -> None:
         shared = {n: s for n, s in names.items() if s is not None or not _is_around(n.rpartition(".")[0], inner)}
         ways = {str(dims.get(style) if isinstance(style, str) else style) for style in shared.values()}
         if len(ways) > 1:
+            said = [f"{name}: {'whole' if style is None else repr(style)}" for name, style in shared.items()]
+            plan = [f'"{name.rpartition(".")[0]}": "{_tied_style(module, name)}"' for name in shared]
             raise value_error(
                 f"{_WHAT}: a tied parameter has different styles",
-                found=", ".join(
-                    f"{name}: {'whole' if style is None else repr(style)}" for name, style in shared.items()
-                ),
+                found=", ".join(said),
                 expected='one way of cutting it, or none: "vocab" for an embedding goes with "gather" or "vocab" '
                 "for the head",
-                fix="plan={..., "
-                + ", ".join(f'"{name.rpartition(".")[0]}": "{_tied_style(module, name)}"' for name in shared)
-                + "}",
+                fix=f"plan={{..., {', '.join(plan)}}}",
             )
 
 
@@ -283,16 +281,13 @@ def head_tables(module: nn.Module, styles: Styles) -> list[nn.Parameter]:
 def _check_divides(what: str, count: int, axis: str, ranks: int, unit: str) -> None:
     if count % ranks:
         divisors = [n for n in range(2, ranks) if count % n == ranks % n == 0]
-        fits = (
-            f'ctx = weft.start(mesh={{"data": -1, "{axis}": {divisors[-1]}}})'
-            if divisors
-            else "leave it out of the plan"
-        )
         raise ContextError(
             f"{_WHAT}: {what} is not divisible by the {ranks} ranks along {axis!r}",
             found=f"{count} {unit}, {ranks} ranks",
             expected=f"the same number of {unit} on every rank",
-            fix=fits,
+            fix=f'ctx = weft.start(mesh={{"data": -1, "{axis}": {divisors[-1]}}})'
+            if divisors
+            else "leave it out of the plan",
         )
 
 
@@ -307,7 +302,7 @@ def _pairs(module: nn.Module, styles: Styles) -> Iterator[tuple[nn.Module, dict[
             yield parent, columns, rows
 
 
-def _head_counts(parent: nn.Module, columns: Iterable[Any]) -> dict[str, int]:
+def _head_counts(parent: nn.Module, columns: Collection[Any]) -> dict[str, int]:
     config = getattr(parent, "config", None)
     places = (vars(parent), vars(config) if hasattr(config, "__dict__") else {})
     found = {name: value for place in places for name, value in place.items() if name in HEADS and is_count(value)}
@@ -315,11 +310,8 @@ def _head_counts(parent: nn.Module, columns: Iterable[Any]) -> dict[str, int]:
     if not sizes:  # an MLP may share the config of the attention
         found = {name: value for name, value in found.items() if name in vars(parent)}
     for size in sizes:
-        for part in columns:
-            if outputs_of(part) % size == 0:
-                found[f"out_features / {size}"] = min(
-                    outputs_of(part) // size, found.get(f"out_features / {size}", 2**62)
-                )
+        counts = [outputs_of(part) // size for part in columns if outputs_of(part) % size == 0]
+        found |= {f"out_features / {size}": min(counts)} if counts else {}
     return found
 
 
@@ -375,11 +367,11 @@ def check_sequence(module: nn.Module, styles: Styles, lists: Mapping[str, list[s
 def _uncovered(module: nn.Module, styles: Styles, lists: Mapping[str, list[str]]) -> list[str]:
     """The parameters in the blocks that have no style, but for tables with a number per head."""
     tables = {id(p) for p in head_tables(module, styles)}
-    inside: Callable[[str], bool] = lambda name: any(name.startswith(f"{one}.") for one in styles)  # noqa: E731
+    inside = tuple(f"{name}." for name in styles)
     return [
         name
         for blocks in lists.values()
         for block in blocks
         for name, p in module.get_submodule(block).named_parameters(prefix=block)
-        if not inside(name) and id(p) not in tables
+        if not name.startswith(inside) and id(p) not in tables
     ]

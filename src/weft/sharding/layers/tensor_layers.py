@@ -136,7 +136,7 @@ def _check_axis(ctx: DistContext, axis: str) -> None:
 def _options(module: nn.Module, styles: Styles, *, sequence: bool) -> TensorOptions:
     """What of the names in a plan the engine has to know."""
     words = ("replicate", "sequence") if sequence else ("replicate",)
-    summed = {name for name, style in styles.items() if isinstance(style, str) and style in words}
+    summed = tuple(f"{name}." for name, style in styles.items() if isinstance(style, str) and style in words)
     blocks: list[str] = []
     if sequence:
         lists = blocks_around(module, [name for name, style in styles.items() if style in ("column", "row")])
@@ -149,7 +149,5 @@ def _options(module: nn.Module, styles: Styles, *, sequence: bool) -> TensorOpti
         blocks=tuple(blocks),
         inside=inside,
         transposed=frozenset(name for name in styles if is_transposed(module.get_submodule(name))),
-        summed=tuple(
-            name for name, _ in module.named_parameters() if any(name.startswith(f"{part}.") for part in summed)
-        ),
+        summed=tuple(name for name, _ in module.named_parameters() if name.startswith(summed)),
     )

@@ -8,7 +8,7 @@ Of units of one size those that stay lie evenly among those that are streamed, w
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -40,22 +40,23 @@ def choose_places(units: Sequence[PlaceUnit], budgets: Mapping[str, int], balanc
         balance: "sequential", "even" or "low_0": how what fits is spread over the accelerators.
     """
     fast = {place: budgets[place] for place in fast_places(budgets)}
-    every = set(range(len(units)))
-    whole = _balanced(units, fast, balance) or _packed(units, every, fast, in_order=False)
+    whole = _balanced(units, fast, balance) or _packed(units, range(len(units)), fast)
     if whole is not None:
         return ChosenPlaces(whole, {})
     slow = {place: size for place, size in budgets.items() if place not in fast}
-    found = [one for one in _streaming(units, fast, slow) if one is not None]
+    # A choice for each size of the slot, and each order in which units are given what is left.
+    rooms = sorted({unit.slot for unit in units if not unit.fixed})
+    fills = (partial(_by_size, largest_first=True), partial(_by_size, largest_first=False), _in_order)
+    tried = (_with_room(units, fast, slow, room, fill) for room in rooms for fill in fills)
+    found = [one for one in tried if one is not None]
     if not found:
         return None
     most = _streamed_in_order(units, fast)
     counts = [sum(place in slow for place in one.places.values()) for one in found]
     best = min(
-        (
-            (sum(units[i].parameters for i, place in one.places.items() if place in slow), count, index)
-            for index, (one, count) in enumerate(zip(found, counts, strict=True))
-            if count <= max(most, min(counts))
-        )
+        (sum(units[i].parameters for i, place in one.places.items() if place in slow), count, index)
+        for index, (one, count) in enumerate(zip(found, counts, strict=True))
+        if count <= max(most, min(counts))
     )
     return found[best[2]]
 
@@ -63,23 +64,36 @@ def choose_places(units: Sequence[PlaceUnit], budgets: Mapping[str, int], balanc
 # -- everything fits ---------------------------------------------------------------------------------
 
 
-def _packed(units: Sequence[PlaceUnit], chosen: set[int], left: Mapping[str, int], *, in_order: bool) -> Places | None:
-    """Fill places one after the other; in order, none is returned to."""
+def _packed(
+    units: Sequence[PlaceUnit],
+    chosen: Iterable[int],
+    left: Mapping[str, int],
+    must: Container[int] | None = None,
+    *,
+    in_order: bool = False,
+) -> Places | None:
+    """Put each of some units into the first place that has room for it; the first unit of all only into the first.
+
+    Args:
+        units: All.
+        chosen: Which, one after the other.
+        left: Room by place.
+        must: Those that may not be left out where they fit nowhere; None: all.
+        in_order: Return to no place when a unit had to go to a later one.
+    """
     left, order, places = dict(left), list(left), Places()
-    for index in sorted(chosen):
-        size = units[index].size
-        fits = [place for place in (order[:1] if index == 0 else order) if left[place] >= size]
-        if not fits:
+    for i in chosen:
+        place = next((place for place in (order[:1] if i == 0 else order) if left[place] >= units[i].size), None)
+        if place is not None:
+            places[i] = place
+            left[place] -= units[i].size
+            order = order[order.index(place) :] if in_order and i > 0 else order
+        elif must is None or i in must:
             return None
-        places[index] = fits[0]
-        left[fits[0]] -= size
-        if in_order and index > 0:
-            order = order[order.index(fits[0]) :]
     return places
 
 
 def _balanced(units: Sequence[PlaceUnit], fast: dict[str, int], balance: str) -> Places | None:
-    every = set(range(len(units)))
     caps = fast
     if balance == "low_0" and len(fast) > 1:
         first = next(iter(fast))
@@ -88,30 +102,20 @@ def _balanced(units: Sequence[PlaceUnit], fast: dict[str, int], balance: str) ->
         rest = [place for place in fast if balance == "even" or place != next(iter(fast))] or list(fast)
         least = _least(units, rest, caps)
         caps = caps | {place: min(caps[place], least) for place in rest}
-    return _packed(units, every, caps, in_order=True)
+    return _packed(units, range(len(units)), caps, in_order=True)
 
 
 def _least(units: Sequence[PlaceUnit], places: Sequence[str], caps: dict[str, int]) -> int:
     """The smallest limit for some places with which everything still fits."""
-    every = set(range(len(units)))
 
     def fits(limit: int) -> bool:
         tried = caps | {place: min(caps[place], limit) for place in places}
-        return _packed(units, every, tried, in_order=True) is not None
+        return _packed(units, range(len(units)), tried, in_order=True) is not None
 
     return bisect.bisect_left(range(sum(unit.size for unit in units)), True, key=fits)  # noqa: FBT003
 
 
 # -- some are streamed -------------------------------------------------------------------------------
-
-
-def _streaming(
-    units: Sequence[PlaceUnit], fast: Mapping[str, int], slow: Mapping[str, int]
-) -> Iterator[ChosenPlaces | None]:
-    """A choice for each size of the slot and each order in which units are given what is left."""
-    for room in sorted({unit.slot for unit in units if not unit.fixed}):
-        for fill in (partial(_by_size, largest_first=True), partial(_by_size, largest_first=False), _in_order):
-            yield _with_room(units, fast, slow, room, fill)
 
 
 def _with_room(
@@ -129,10 +133,12 @@ def _with_room(
     while True:
         streamed = [i for i in free if i not in stay]
         left = dict(fast) | {first: fast[first] - room - sum(units[i].buffers for i in streamed)}
-        places = _packed(units, stay, left, in_order=True)
+        places = _packed(units, sorted(stay), left, in_order=True)
         if places is not None:
             break
-        places = _as_fits(units, stay, must, left)
+        # The largest first; what fits nowhere is streamed as well.
+        largest = sorted(stay, key=lambda i: (i > 0, i not in must, -units[i].size, i))
+        places = _packed(units, largest, left, must)
         if places is None:
             return None
         if places.keys() == stay:
@@ -144,19 +150,6 @@ def _with_room(
     more = sum(sorted((units[i].slot for i in streamed), reverse=True)[:2])
     used = sum(units[i].size for i, place in places.items() if place == first)
     return ChosenPlaces(places | lies.places, {first: min(more, room + left[first] - used)} | lies.room)
-
-
-def _as_fits(units: Sequence[PlaceUnit], stay: set[int], must: set[int], left: Mapping[str, int]) -> Places | None:
-    """Place the largest units first; leave out what fits nowhere, unless it must."""
-    left, places = dict(left), Places()
-    for i in sorted(stay, key=lambda i: (i > 0, i not in must, -units[i].size, i)):
-        place = next((place for place in (list(left)[:1] if i == 0 else left) if left[place] >= units[i].size), None)
-        if place is not None:
-            places[i] = place
-            left[place] -= units[i].size
-        elif i in must:
-            return None
-    return places
 
 
 def _by_size(units: Sequence[PlaceUnit], free: Sequence[int], space: int, *, largest_first: bool) -> set[int]:

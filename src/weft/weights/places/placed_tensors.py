@@ -11,12 +11,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from weft import torch_internals
 from weft.checkpoint.format.transfer import Stored, Transfer, read_blocks
 from weft.engines.torch.streaming.placeholder import stand_in
 from weft.engines.torch.streaming.stream import StreamedPart, StreamedTensor
 from weft.errors import listed, value_error
-from weft.sharding.meta import own_tensors
+from weft.sharding.meta import own_tensors, tensor_slots
 from weft.tensors.blocks import whole
 from weft.tensors.remote_parameter import forget_elsewhere
 from weft.weights.assign import compare
@@ -52,8 +51,7 @@ class _PlacedTensor:
     def put(self, tensor: torch.Tensor) -> None:
         """Give a tensor to the owners."""
         for owner, name in self.owners:
-            kinds = (torch_internals.PARAMETERS.of(owner), torch_internals.BUFFERS.of(owner))
-            next(kind for kind in kinds if name in kind)[name] = tensor
+            next(kind for kind, own, _ in tensor_slots(owner) if own == name)[name] = tensor
 
 
 class PlacedTensors:
@@ -93,13 +91,10 @@ class PlacedTensors:
         self._verify()
 
     def _settle(self, name: str, tensor: torch.Tensor) -> _PlacedTensor:
-        first, place = self._plan.computes_on[0], self._plan.place_of(name)
-        streamed = place not in self._plan.computes_on and isinstance(tensor, nn.Parameter)
-        if streamed:
-            return _PlacedTensor(name, tensor, None if place == "disk" else torch.device(place), streamed=True)
-        return _PlacedTensor(
-            name, tensor, torch.device(place if place in self._plan.computes_on else first), streamed=False
-        )
+        fast, place = self._plan.computes_on, self._plan.place_of(name)
+        streamed = place not in fast and isinstance(tensor, nn.Parameter)
+        place = place if streamed or place in fast else fast[0]  # buffers lie where they are used
+        return _PlacedTensor(name, tensor, None if place == "disk" else torch.device(place), streamed=streamed)
 
     def _check_values(self) -> None:
         """Raise if a tensor has no values, or none on a disk."""
@@ -201,10 +196,10 @@ class PlacedTensors:
             if name not in names:
                 continue
             inside = {id(one) for one in part.modules()}
-            tensors: dict[int, StreamedTensor] = {}
+            tensors: list[StreamedTensor] = []
             for one in self._placed.values():
                 owners = tuple((owner, own) for owner, own in one.owners if id(owner) in inside)
                 if one.streamed and owners:
-                    tensors[id(one)] = StreamedTensor(owners, cast("nn.Parameter", one.now), one)
-            found.append(StreamedPart(name, part, tuple(tensors.values())))
+                    tensors.append(StreamedTensor(owners, cast("nn.Parameter", one.now), one))
+            found.append(StreamedPart(name, part, tuple(tensors)))
         return tuple(found)

@@ -99,18 +99,11 @@ def quantized(
     )
     chosen = on_all("quantized", ctx, lambda: _chosen(module, ctx, scheme, skip, weights))
     layers = {name: layer for name, (layer, _) in chosen.items()}
-    how = {name: known[own] for name, (_, own) in chosen.items()}
+    of_layers = {name: own for name, (_, own) in chosen.items()}
+    how = {name: known[own] for name, own in of_layers.items()}
     engines = sorted({one.engine for one in known.values()})
-    ctx.agree(
-        "quantized",
-        {
-            "scheme": {name: own for name, (_, own) in chosen.items()},
-            "engine": engines,
-            "layers": list(layers),
-            "dtype": str(dtype),
-            "double": double,
-        },
-    )
+    facts = {"scheme": of_layers, "engine": engines, "layers": list(layers), "dtype": str(dtype), "double": double}
+    ctx.agree("quantized", facts)
     if weights is None:
         on_all("quantized", ctx, lambda: _swap(module, layers, None, how, compute, ctx))
     else:
@@ -204,10 +197,8 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _is_shared(layer: nn.Linear, module: nn.Module) -> bool:
-    users = [
-        part for part in module.modules() for p in torch_internals.PARAMETERS.of(part).values() if p is layer.weight
-    ]
-    return len(users) > 1
+    every = [p for part in module.modules() for p in torch_internals.PARAMETERS.of(part).values()]
+    return sum(p is layer.weight for p in every) > 1
 
 
 def _load(
