@@ -33,7 +33,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 import weft
-from weft.engines.torch.device.choose import default_backend
+from weft.engines.torch.device.devices import TorchDevices
 from weft.testing import run_ranks
 from weft.weights import plan_placement
 
@@ -83,7 +83,7 @@ def measure_memory(bench: Bench) -> None:
             bench.note(f"{strategy}, {ranks} ranks: no time was left for it")
             continue
         try:
-            where = {"device": str(bench.device), "backend": default_backend(bench.device)}
+            where = {"device": str(bench.device), "backend": TorchDevices().backend(bench.device)}
             found = run_ranks(held_on_rank, ranks, strategy, size, **where, timeout_s=60)
         except Exception as error:  # noqa: BLE001  (one strategy costs only itself)
             bench.refused(f"{strategy}, {ranks} ranks", error)

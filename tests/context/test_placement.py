@@ -14,7 +14,7 @@ from torch import nn
 import weft
 from tests.fix_lines.told import told
 from weft.context.placement import check_place, place_module
-from weft.engines.torch.device.choose import hardware_of
+from weft.engines.torch.device.devices import hardware_of
 from weft.engines.torch.device.prefetch import prefetch
 from weft.testing import run_ranks
 

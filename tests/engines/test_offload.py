@@ -8,8 +8,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import weft
 from tests.fix_lines.told import told
 from tests.transforms.test_gather_step import Counts
-from weft.engines.torch.compute.step_by_parts import AroundPart, StepByParts, step_by_parts
 from weft.engines.torch.fsdp.units import offload_policy
+from weft.engines.torch.steps.step_by_parts import AroundPart, StepByParts, step_by_parts
 from weft.engines.torch.steps.swapped import step_hooks
 from weft.testing import largest_difference, run_ranks
 

@@ -121,6 +121,22 @@ def test_optimizers_of_whole_tensors_equal_one_process():
     _check(2, None, cases)
 
 
+def _assigned(ctx):
+    model, optimizer, _ = _build(ctx, "shampoo", "fully_shard")
+    for step in range(3):
+        for number, p in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(10 * step + number)
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        optimizer.step()
+    return [_whole(p) for p in model.parameters()]
+
+
+def test_whole_gradients_that_are_assigned():
+    expected = _assigned(weft.local())
+    for found in run_ranks(_assigned, 2):
+        assert largest_difference(found, expected) < 1e-12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "mesh"),

@@ -309,7 +309,7 @@ print(isinstance(engine, Spmd))
 def test_a_tpu_of_torch_tpu_takes_the_engine_of_torch():
     """As far as that can be seen without a TPU: which device, which backend."""
     done = _run(["-c", TPU], limit_s=60)
-    told = printed("engines/torch/device/choose.py", "torch_tpu", done.stdout)
+    told = printed("engines/torch/device/devices.py", "torch_tpu", done.stdout)
     assert told.fix.startswith("pip install torch_tpu "), done.stderr
     assert done.stdout.splitlines()[-3:] == [
         "True",

@@ -231,7 +231,7 @@ def test_calls(tmp_path):
 def _whole_tensors(ctx):
     model, here = weft.fully_shard(Net(), ctx)
     optimizer = torch.optim.Adafactor(model.parameters())
-    with told("engines/torch/steps/full_params.py", "gather_step") as it:
+    with told("engines/torch/sharded_step/full_params.py", "gather_step") as it:
         train(model, optimizer, ctx)
     optimizer.zero_grad()
     train(model, it.run(optimizer=optimizer, ctx=here)["optimizer"], ctx)
@@ -249,7 +249,7 @@ def _whole_tensors(ctx):
             optimizer.step(closure)
 
     model, here = weft.fully_shard(Net(), ctx)
-    with told("engines/torch/steps/full_params.py", "gather_step") as it:
+    with told("engines/torch/sharded_step/full_params.py", "gather_step") as it:
         steps(model)
     steps(it.run(model=Net(), ctx=ctx)["model"])
 
@@ -294,7 +294,7 @@ def test_layers_in_parts():
 
 
 def _over_all(ctx):
-    with told("engines/torch/device/choose.py", "cannot serve") as it:
+    with told("engines/torch/device/devices.py", "cannot serve") as it:
         weft.start(device="mps")
     assert it.fix == 'weft.start(device="cpu"), or launch with -n 1'
     weft.start(device="cpu").close()

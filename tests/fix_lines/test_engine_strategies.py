@@ -28,10 +28,10 @@ def _sgd(model):
 
 
 def test_devices():
-    with told("engines/torch/device/choose.py", "device = {request!r} is not available") as it:
+    with told("engines/torch/device/devices.py", "device = {request!r} is not available") as it:
         weft.start(device="xpu")
     it.run()
-    with told("engines/torch/device/choose.py", "is not a device") as it:
+    with told("engines/torch/device/devices.py", "is not a device") as it:
         weft.start(device="gpu")
     it.run()
 
@@ -110,7 +110,7 @@ def test_a_streamed_part_is_trained_or_exported(tmp_path):
 
 def test_a_plan_for_a_device_that_is_not_there(tmp_path):
     plain, _, _, path = _streamed(tmp_path, nn.Sequential)
-    with told("engines/torch/device/choose.py", "{wrong[0]} is not available") as it:
+    with told("engines/torch/device/devices.py", "{wrong[0]} is not available") as it:
         weft.place(_meta(nn.Sequential), weft.local(), {"cuda:7": None}, weights=path)
     plan = eval(it.fix, {"weft": weft, "model": plain})
     model, _ = weft.place(_meta(nn.Sequential), weft.local(), plan, weights=path)

@@ -346,7 +346,7 @@ def _groups(ctx):
     model, optimizer, _ = weft.zero_partition(model, sgd(model.head), ctx, stage=1)
     model.body.requires_grad_(True)
     optimizer.add_param_group({"params": list(model.body.parameters())})
-    with told("engines/torch/steps/shards.py", "got other parameters") as it:
+    with told("engines/torch/sharded_step/shards.py", "got other parameters") as it:
         model(x_of(ctx)).sum().backward()
         optimizer.step()
     model = Net()
@@ -367,7 +367,7 @@ def _groups(ctx):
         return model, optimizer
 
     model, optimizer = owned("after")
-    with told("engines/torch/steps/by_owner.py", "got other parameters") as it:
+    with told("engines/torch/sharded_step/by_owner.py", "got other parameters") as it:
         train(model, optimizer, ctx)
     assert it.fix == 'optimizer.add_param_group(...); optimizer, ctx = weft.gather_step(optimizer, ctx, by="owner")'
     train(*owned("before"), ctx)

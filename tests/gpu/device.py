@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from weft.engines.torch.device.choose import default_backend
+from weft.engines.torch.device.devices import TorchDevices
 from weft.testing import RanksFailed, run_ranks
 
 DRY = os.environ.get("GPU_TESTS_DRY") == "1"
@@ -51,7 +51,7 @@ def refusal(operation, backend):
 @functools.cache
 def backend():
     """By what ranks that share the device send: its own, such as NCCL, if that lets them, else gloo, by the host."""
-    own = default_backend(torch.device(DEVICE))
+    own = TorchDevices().backend(torch.device(DEVICE))
     return "gloo" if refusal("sum", own) else own
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import weft
 from tests.gpu.device import DEVICE, DRY, REPLICATED, SHARDED, backend, needs, on_ranks
 from weft import monitoring
-from weft.engines.torch.device.choose import default_backend
+from weft.engines.torch.device.devices import TorchDevices
 from weft.testing import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # torch warns of devices in its own ways
@@ -258,7 +258,9 @@ def test_deepspeed_cuts_the_optimizer():
         return found
 
     def alone(_):
-        dist.init_process_group(default_backend(torch.device(DEVICE)), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            TorchDevices().backend(torch.device(DEVICE)), store=dist.HashStore(), rank=0, world_size=1
+        )
         try:
             with weft.adopt(device=DEVICE) as ctx:
                 return losses(ctx)

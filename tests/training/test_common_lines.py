@@ -14,7 +14,7 @@ from torch.torch_version import TorchVersion
 
 import weft
 from tests.variants import slow, slow_cases
-from weft.engines.torch.parts.dtensor_reads import check_reads
+from weft.engines.torch.parts.dtensor_reads import ReadChecks
 from weft.errors import ContractError, WeftError
 from weft.tensors.blocks import full_tensor
 from weft.testing import RanksFailed, run_ranks
@@ -559,7 +559,7 @@ def _copied(ctx):
     """Copies between DTensors that lie along different axes, and of whole values into terms of a sum."""
     from torch.distributed.tensor import DTensor, Partial, Shard
 
-    checks = check_reads()
+    checks = ReadChecks()
     there, here = (DTensor.from_local(torch.ones(2, 2), ctx.mesh[axis], [Shard(0)]) for axis in ("data", "tensor"))
     terms = DTensor.from_local(torch.ones(4, 2), ctx.mesh["data"], [Partial()])
     told = []
@@ -616,7 +616,7 @@ def _written(ctx, dim):
     """The values of a tensor that is cut along `dim` after each line; or that it was refused."""
     from torch.distributed.tensor import DTensor, Shard
 
-    checks = check_reads()
+    checks = ReadChecks()
     found = {}
     for code in WRITES:
         t = torch.arange(32.0).view(8, 4)

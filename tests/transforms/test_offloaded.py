@@ -123,11 +123,11 @@ def test_inside_nothing_uses_it(tmp_path):
     names = {"model": model, "optimizer": optimizer, "ctx": ctx, "x": x}
     state, _ = weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)
     for part in (model, model[0]):
-        with told("transforms/offloaded.py", "was called inside") as it, weft.offloaded(model, optimizer, ctx):
+        with told("transforms/offloaded.py", "that wait in the memory") as it, weft.offloaded(model, optimizer, ctx):
             part(x)
         it.run(**names)
         assert part(x).shape == (1, 2)
-    with told("transforms/offloaded.py", "was to step inside") as it, weft.offloaded(model, optimizer, ctx):
+    with told("transforms/offloaded.py", "that wait in the memory") as it, weft.offloaded(model, optimizer, ctx):
         optimizer.step()
     it.run(**names)
     with told("checkpoint/format/tensor_blocks.py", "has no values now") as it, weft.offloaded(model, optimizer, ctx):

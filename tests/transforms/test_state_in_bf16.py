@@ -1,5 +1,7 @@
 """state_in_bf16: the moments of AdamW in 16 bits, rounded by chances that follow from the place of each element."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ import weft
 from tests.contract.test_name_table import net
 from tests.fix_lines.told import told
 from tests.variants import slow_cases
+from weft.engines.torch.steps.step_by_parts import AroundPart
 from weft.keyed_random.elements import words_block
 from weft.tensors.blocks import Block, whole
 from weft.testing import largest_difference, run_ranks
@@ -28,7 +31,7 @@ def moments(optimizer):
 def train(ctx, how, *, save=None, restore=None, part_bytes=None, seed=None):
     """Six steps, or those after a checkpoint."""
     if part_bytes is not None:
-        transform_file._PART_BYTES = part_bytes
+        transform_file.AroundPart = partial(AroundPart, part_bytes=part_bytes)
     model, mine = net().double(), X.chunk(ctx.world_size)[ctx.rank]
     optimizer = adamw(model.named_parameters()) if how in ("plain", "zero1", "zero2", "zero3") else None
     if how.startswith("zero"):
@@ -75,7 +78,7 @@ def test_every_strategy_rounds_as_one_process_also_resumed_and_part_by_part(rank
 
 
 def test_the_seed_counts_and_part_sizes_do_not(monkeypatch):
-    monkeypatch.setattr(transform_file, "_PART_BYTES", transform_file._PART_BYTES)  # is put back
+    monkeypatch.setattr(transform_file, "AroundPart", AroundPart)  # is put back
     one = train(weft.local(), "plain")
     assert largest_difference(one, train(weft.local(), "plain", part_bytes=1)) == 0
     assert largest_difference(one, train(weft.local(), "plain", seed=5)) > 0

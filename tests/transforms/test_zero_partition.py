@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
-from weft.engines.torch.steps import shards as zero1_step
+from weft.engines.torch.sharded_step import shards as zero1_step
 from weft.testing import fake, largest_difference, run_ranks
 
 STAGES = (1, 2, 3)

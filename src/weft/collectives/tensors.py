@@ -24,6 +24,7 @@ from weft.context import DistContext, World
 from weft.engines.torch.parallel.exchange import exchanged
 from weft.errors import ContextError, type_error, value_error
 from weft.peers.agreement import compare
+from weft.tensors.messages import grouped
 from weft.tensors.nested import leaves, map_tensors
 
 T = TypeVar("T")
@@ -105,10 +106,7 @@ def mean_dtype(dtype: torch.dtype) -> torch.dtype:
 def _reduce_packed(inputs: list[torch.Tensor], op: str, world: World) -> list[torch.Tensor]:
     """One message per dtype and device instead of one per tensor."""
     outputs = list(inputs)
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, tensor in enumerate(inputs):
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
-    for indices in kinds.values():
+    for indices in grouped(range(len(inputs)), lambda i: (inputs[i].dtype, inputs[i].device)).values():
         packed = torch.cat([inputs[i].reshape(-1) for i in indices])
         dtype = packed.dtype
         packed = packed.to(_CARRIERS.get(dtype, dtype))

@@ -40,7 +40,7 @@ from weft.context.settings import (
 from weft.context.sub_contexts import new_axis_group
 from weft.engines import Engine, Spmd, engine_for
 from weft.engines.probes import ProbeMode
-from weft.engines.torch.device.choose import hardware_of
+from weft.engines.torch.device.devices import hardware_of
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.environments import Topology, topology
 from weft.environments.joined import is_inside_a_rank, note_joined

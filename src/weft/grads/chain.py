@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,12 +10,12 @@ import torch
 from weft.context import DistContext
 from weft.contract import offered, owners
 from weft.contract.layout import apart_axes
-from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.skip import SkippingStep
-from weft.engines.torch.steps.swapped import after_closure, exchange_last
+from weft.engines.torch.steps.step_by_parts import exchange_last
+from weft.engines.torch.steps.swapped import after_closure
 from weft.errors import ContractError, listed
 from weft.grads.limits import known_modules
-from weft.grads.named_grads import Element, NamedGrads, name_parameters, same_kind
+from weft.grads.named_grads import Element, NamedGrads, ParameterNames, same_kind
 from weft.tensors.dtensor import local
 
 
@@ -35,8 +34,7 @@ class GradChain:
         modules = known_modules(ctx)
         self._elements = elements
         self._ctx = ctx
-        self._modules = list(map(weakref.ref, modules))
-        self._named = name_parameters("grad_chain", optimizer, modules)
+        self._names = ParameterNames("grad_chain", optimizer, modules)
         # Along others, ranks have other parameters, or step on gradients of their own.
         other = {axis for module in modules for owner in owners(module).values() for axis, _ in owner}
         other |= {axis for module in modules for axis in apart_axes(module)}
@@ -67,7 +65,7 @@ class GradChain:
         skips = [one for one in offered(optimizer, SkippingStep) if one not in self._elements]
         if any(one.skipped for one in skips):
             return  # there are no gradients, on no rank
-        named = self._names(optimizer)
+        named = self._names.of(optimizer)
         left: dict[str, object] = {}
         grads = NamedGrads(named, number)
         for grads.place, element in enumerate(self._elements):
@@ -82,13 +80,6 @@ class GradChain:
         self._seen += 1
         if not self._seen & (self._seen - 1):  # in steps 1, 2, 4, 8, ... of this process
             self._alike.agree("grad_chain: gradients that are left out", left)
-
-    def _names(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """The parameters by name, found anew when the optimizer has others."""
-        if list(map(id, parameters_of(optimizer))) != list(map(id, self._named.values())):
-            alive = [module for module in (ref() for ref in self._modules) if module is not None]
-            self._named = name_parameters("grad_chain", optimizer, alive)
-        return self._named
 
 
 def name_of(element: object) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 import torch
 
@@ -21,8 +20,6 @@ from weft.keyed_random.elements import normal_block
 from weft.precision import PrecisionOffer
 from weft.rng import mix
 from weft.tensors.dtensor import local
-
-E = TypeVar("E", bound=Element)
 
 
 def clip_norm(max_norm: float, *, norm_type: float = 2.0) -> Element:
@@ -221,7 +218,7 @@ def skipping_step(optimizer: torch.optim.Optimizer, ctx: DistContext) -> Skippin
     return SkippingStep(optimizer, scales_of(optimizer, ctx) or (), group)
 
 
-def _named(function: E, name: str) -> E:
+def _named(function: Element, name: str) -> Element:
     """A function with a name that says how it was made: in errors, `explain`, and what ranks agree on."""
     function.__qualname__ = name
     return function

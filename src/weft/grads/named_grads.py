@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -13,7 +14,7 @@ from typing_extensions import override
 from weft.context import DistContext
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.errors import OrderError, listed
-from weft.tensors.blocks import Held, cut_as, hold
+from weft.tensors.blocks import Held, divided_as, hold
 from weft.tensors.dtensor import is_sharded, resting_parameters
 
 
@@ -119,49 +120,59 @@ def _as_its_parameter(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient = parameter.grad
     if gradient is not None and gradient.layout is torch.sparse_coo and not gradient.is_coalesced():
         parameter.grad = gradient = gradient.coalesce()  # its values are in the same memory from then on
-    if gradient is None or not is_sharded(parameter):
-        return gradient
-    if not is_sharded(gradient):
-        parameter.grad = cut_as(gradient, parameter)
-    elif gradient.placements != parameter.placements:
-        parameter.grad = gradient.redistribute(placements=parameter.placements)
-    return parameter.grad
+    if gradient is not None:
+        parameter.grad = gradient = divided_as(gradient, parameter)
+    return gradient
 
 
-def name_parameters(
-    what: str, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]
-) -> dict[str, torch.Tensor]:
-    """The parameters of an optimizer by name.
+class ParameterNames:
+    """The names of the parameters of one optimizer, found anew when it has others."""
 
-    Args:
-        what: Name of the transform, for errors.
-        optimizer: Over parameters of the modules; or one that was given named parameters.
-        modules: Those that are known. Of one inside another, the names are those in the outer one; if several that
-            have nothing in common hold parameters, these begin with the number of the module.
+    def __init__(self, what: str, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
+        """Find them.
 
-    Raises:
-        OrderError: A parameter has no name.
-    """
-    wanted = parameters_of(optimizer)
-    known = list({id(one): one for one in modules}.values())
-    inner = {id(part) for one in known for part in one.modules() if part is not one}
-    ids = set(map(id, wanted))
-    named = [_names_in(one) for one in known if id(one) not in inner]
-    named = [names for names in named if not ids.isdisjoint(names)]
-    found: dict[int, str] = {}
-    for entry in optimizer.param_groups:  # torch keeps names, if it was given some
-        found.update({id(p): name for p, name in zip(entry["params"], entry.get("param_names", ()), strict=False)})
-    for number, names in reversed(list(enumerate(named))):
-        found.update({one: name if len(named) == 1 else f"{number}.{name}" for one, name in names.items()})
-    strange = [f"a parameter of shape {tuple(p.shape)}" for p in wanted if id(p) not in found]
-    if strange:
-        raise OrderError(
-            f"{what}: parameters of the optimizer have no names",
-            found=f"{listed(strange)}, of no module that a transform in ctx.applied was applied to",
-            expected=f"transforms of the module first, then the optimizer, then {what}; or named parameters",
-            fix=f"optimizer = torch.optim.{type(optimizer).__name__}(model.named_parameters())",
-        )
-    return {found[id(p)]: p for p in wanted}
+        Args:
+            what: Name of the transform, for errors.
+            optimizer: Over parameters of the modules; or one that was given named parameters.
+            modules: Those that are known. Of one inside another, the names are those in the outer one; if several that
+                have nothing in common hold parameters, these begin with the number of the module.
+
+        Raises:
+            OrderError: A parameter has no name.
+        """
+        self._what, self._modules = what, list(map(weakref.ref, modules))
+        self._named: dict[str, torch.Tensor] = {}
+        self.of(optimizer)
+
+    def of(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """The parameters that it has now, by name.
+
+        Raises:
+            OrderError: One has no name.
+        """
+        wanted = parameters_of(optimizer)
+        ids = list(map(id, wanted))
+        if ids == list(map(id, self._named.values())):
+            return self._named
+        known = [module for module in (ref() for ref in self._modules) if module is not None]
+        inner = {id(part) for one in known for part in one.modules() if part is not one}
+        named = [_names_in(one) for one in known if id(one) not in inner]
+        named = [names for names in named if not names.keys().isdisjoint(ids)]
+        found: dict[int, str] = {}
+        for entry in optimizer.param_groups:  # torch keeps names, if it was given some
+            found.update({id(p): name for p, name in zip(entry["params"], entry.get("param_names", ()), strict=False)})
+        for number, names in reversed(list(enumerate(named))):
+            found.update({one: name if len(named) == 1 else f"{number}.{name}" for one, name in names.items()})
+        strange = [f"a parameter of shape {tuple(p.shape)}" for p in wanted if id(p) not in found]
+        if strange:
+            raise OrderError(
+                f"{self._what}: parameters of the optimizer have no names",
+                found=f"{listed(strange)}, of no module that a transform in ctx.applied was applied to",
+                expected=f"transforms of the module first, then the optimizer, then {self._what}; or named parameters",
+                fix=f"optimizer = torch.optim.{type(optimizer).__name__}(model.named_parameters())",
+            )
+        self._named = {found[id(p)]: p for p in wanted}
+        return self._named
 
 
 def _names_in(module: nn.Module) -> dict[int, str]:

@@ -22,8 +22,8 @@ from weft.engines.deepspeed.library import check_accelerator, deepspeed, load_as
 from weft.engines.deepspeed.partition import Partition, PartitionOptions
 from weft.engines.options import Offload
 from weft.engines.torch.amp.loss_scale import LossScale
-from weft.engines.torch.compute.combined_optimizer import CombinedOptimizer
 from weft.engines.torch.hooks.every_optimizer import parameters_of
+from weft.engines.torch.steps.combined_optimizer import CombinedOptimizer
 from weft.engines.torch.steps.swapped import is_elementwise
 from weft.errors import ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.ledger import Ledger

@@ -10,10 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from weft.keyed_random.philox import Words, philox
+from weft.keyed_random.philox import Words, drawn
 from weft.tensors.blocks import Block
-
-_CACHED, _AT_ONCE = 2**14, 2**21  # counters that fit into the cache of a CPU; that bound the memory of a device
 
 
 def normal_block(block: Block, shape: Sequence[int], key: int, device: torch.device) -> torch.Tensor:
@@ -30,12 +28,12 @@ def normal_block(block: Block, shape: Sequence[int], key: int, device: torch.dev
     """
     wide = torch.float32 if device.type == "mps" else torch.float64
 
-    def fill(words: Words, drawn: torch.Tensor) -> None:
+    def fill(words: Words, numbers: torch.Tensor) -> None:
         a, b, c, d = words
         radius = (-2 * _uniform(a, b, wide).log()).sqrt()
         angle = 2 * math.pi * _uniform(c, d, wide)
-        torch.mul(radius, angle.cos(), out=drawn[..., 0])
-        torch.mul(radius, angle.sin(), out=drawn[..., 1])
+        torch.mul(radius, angle.cos(), out=numbers[..., 0])
+        torch.mul(radius, angle.sin(), out=numbers[..., 1])
 
     return _drawn(block, shape, key, 2, fill, wide, device)
 
@@ -53,9 +51,9 @@ def words_block(block: Block, shape: Sequence[int], key: int, device: torch.devi
         int64, >= 0, of the shape of the block.
     """
 
-    def fill(words: Words, drawn: torch.Tensor) -> None:
+    def fill(words: Words, numbers: torch.Tensor) -> None:
         for place, word in enumerate(words):
-            drawn[..., place] = word
+            numbers[..., place] = word
 
     return _drawn(block, shape, key, 4, fill, torch.int64, device)
 
@@ -74,17 +72,8 @@ def _drawn(
     lines = torch.zeros((), dtype=torch.int64, device=device)
     for offset, size, length in zip(offsets[:-1], sizes[:-1], whole[:-1], strict=True):
         lines = lines[..., None] * length + torch.arange(offset, offset + size, device=device)
-    lines = lines.reshape(-1, 1)
-    first, end = offsets[-1] // per_counter, -(-(offsets[-1] + sizes[-1]) // per_counter)
-    counters = torch.arange(first, end, device=device)
-    drawn = torch.empty(len(lines), len(counters), per_counter, dtype=dtype, device=device)
-    at_once = _CACHED if device.type == "cpu" else _AT_ONCE
-    for some, into in zip(counters.split(at_once), drawn.split(at_once, 1), strict=True):
-        step = max(at_once // max(len(some), 1), 1)
-        for these, numbers in zip(lines.split(step), into.split(step), strict=True):
-            fill(philox([some, these & 0xFFFFFFFF, these >> 32, torch.zeros_like(these)], key), numbers)
-    begin = offsets[-1] - per_counter * first
-    return drawn.flatten(1)[:, begin : begin + sizes[-1]].reshape(block.shape)
+    last = range(offsets[-1], offsets[-1] + sizes[-1])
+    return drawn((lines & 0xFFFFFFFF, lines >> 32), last, key, per_counter, fill, dtype).reshape(block.shape)
 
 
 def _uniform(high: torch.Tensor, low: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -5,7 +5,7 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (P
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -66,16 +66,45 @@ def keep_mask(lines: tuple[torch.Tensor, torch.Tensor], last: range, key: int, k
     Returns:
         bool [*shape of the lines, length of `last`].
     """
-    (low, high), device = lines, lines[0].device
-    first, end = last.start // 4, -(-last.stop // 4)
-    blocks, zero = torch.arange(first, end, device=device), torch.zeros((), dtype=torch.int64, device=device)
-    number, count = low.numel(), len(blocks)
-    kept = torch.empty(number, count, 4, dtype=torch.bool, device=device)
-    step = max((_CACHED if device.type == "cpu" else _AT_ONCE) // max(count, 1), 1)
     limit = round(keep * 2**32)
-    for start in range(0, number, step):
-        some = slice(start, start + step)
-        counter = [blocks, low.reshape(-1, 1)[some], high.reshape(-1, 1)[some], zero]
-        for word, bits in enumerate(philox(counter, key)):
-            torch.lt(bits, limit, out=kept[some, :, word])
-    return kept.reshape(*low.shape, count * 4)[..., last.start - 4 * first :][..., : len(last)]
+
+    def fill(words: Words, kept: torch.Tensor) -> None:
+        for place, word in enumerate(words):
+            torch.lt(word, limit, out=kept[..., place])
+
+    return drawn(lines, last, key, 4, fill, torch.bool)
+
+
+def drawn(
+    lines: tuple[torch.Tensor, torch.Tensor],
+    last: range,
+    key: int,
+    per_counter: int,
+    fill: Callable[[Words, torch.Tensor], None],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Numbers for the elements of lines along the last dimension, of which so many neighbors share a counter.
+
+    Args:
+        lines: Two words for each.
+        last: Where the elements lie in the last dimension.
+        key: Separates draws, 0 <= key < 2**64.
+        per_counter: How many neighbors.
+        fill: Makes them of the four words of their counter, in place: [..., `per_counter`].
+        dtype: Of the numbers.
+
+    Returns:
+        Numbers [*shape of the lines, length of `last`].
+    """
+    (low, high), device = lines, lines[0].device
+    first, end = last.start // per_counter, -(-last.stop // per_counter)
+    counters, zero = torch.arange(first, end, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    made = torch.empty(low.numel(), len(counters), per_counter, dtype=dtype, device=device)
+    at_once = _CACHED if device.type == "cpu" else _AT_ONCE
+    for some, into in zip(counters.split(at_once), made.split(at_once, 1), strict=True):
+        step = max(at_once // max(len(some), 1), 1)
+        parts = (one.reshape(-1, 1).split(step) for one in (low, high))
+        for one, two, numbers in zip(*parts, into.split(step), strict=True):
+            fill(philox([some, one, two, zero], key), numbers)
+    begin = last.start - per_counter * first
+    return made.flatten(1)[:, begin : begin + len(last)].reshape(*low.shape, len(last))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,12 +89,9 @@ def _step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext, places: 
     world = ctx.require_collective("gather_step")
     assert world.group is not None
 
-    def share(value: Any, rank: int) -> Any:
-        return broadcast(value, ctx, source=rank)
+    from weft.engines.torch.sharded_step.by_owner import OwnerStep  # noqa: PLC0415  (half a second of imports in torch)
 
-    from weft.engines.torch.steps.by_owner import OwnerStep  # noqa: PLC0415  (half a second of imports in torch)
-
-    return OwnerStep(optimizer, world.group, _blocks_of_ranks(parameters, ctx), share, places)
+    return OwnerStep(optimizer, world.group, _blocks_of_ranks(parameters, ctx), partial(broadcast, ctx=ctx), places)
 
 
 def step_in_parts(
@@ -121,8 +119,8 @@ def step_in_parts(
         return ()
     parts = [] if sparse else elementwise_groups(optimizer)
     whole = [place for place in range(len(optimizer.param_groups)) if place not in parts]
-    from weft.engines.torch.steps.full_params import WholeStep  # noqa: PLC0415  (half a second of imports in torch)
-    from weft.engines.torch.steps.shards import PartitionedStep  # noqa: PLC0415  (as above)
+    from weft.engines.torch.sharded_step.full_params import WholeStep  # noqa: PLC0415  (half a second of imports in torch)
+    from weft.engines.torch.sharded_step.shards import PartitionedStep  # noqa: PLC0415  (as above)
 
     others = others or {}
     found: list[Undoable] = []

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from weft import torch_internals
 from weft.tensors.dtensor import is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Block(NamedTuple):
@@ -131,7 +134,9 @@ def overlap(one: Block, two: Block) -> Block | None:
     return None if any(size <= 0 for size in shape) else Block(starts, shape)
 
 
-def as_dtensor(part: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Any = None, stride: Any = None) -> Any:
+def as_dtensor(
+    part: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Any = None, stride: Any = None
+) -> DTensor:
     """What this rank holds of a tensor, as a DTensor in the same memory; nothing is checked or sent.
 
     Args:
@@ -145,20 +150,18 @@ def as_dtensor(part: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: 
 
     elsewhere = part.device.type not in (mesh.device_type, "meta")  # torch would copy it to the device
     given = part.detach().to("meta") if elsewhere else part
-    made: Any = DTensor.from_local(given, mesh, tuple(placements), run_check=False, shape=shape, stride=stride)
-    if not elsewhere:
-        return made
-    return cast("Any", DTensor)(
-        part.view_as(part), torch_internals.DTENSOR_SPEC.of(made), requires_grad=part.requires_grad
-    )
+    made: DTensor = DTensor.from_local(given, mesh, tuple(placements), run_check=False, shape=shape, stride=stride)
+    if elsewhere:
+        spec = torch_internals.DTENSOR_SPEC.of(made)
+        made = cast("Any", DTensor)(part.view_as(part), spec, requires_grad=part.requires_grad)
+    return made
 
 
 def sharded_as(part: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor, as a DTensor where `other` is one, which has the shape and is cut alike."""
     if not is_sharded(other):
         return part
-    made: torch.Tensor = as_dtensor(part, other.device_mesh, other.placements, other.shape, other.stride())
-    return made
+    return as_dtensor(part, other.device_mesh, other.placements, other.shape, other.stride())
 
 
 def cut_as(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -167,6 +170,19 @@ def cut_as(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     block = block_of(placed.shape, placed.device_mesh, placed.placements)
     part = value.detach()[block.slices].clone(memory_format=torch.contiguous_format)
     return sharded_as(part, other)
+
+
+def divided_as(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient, divided as its parameter is: one that was assigned may be whole, and another one a sum to be.
+
+    Collectives: those of a change of placements.
+    """
+    if not is_sharded(parameter):
+        return gradient
+    if not is_sharded(gradient):
+        return cut_as(gradient, parameter)
+    alike = gradient.placements == parameter.placements
+    return gradient if alike else gradient.redistribute(placements=parameter.placements)
 
 
 def redistributed_as(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -12,25 +12,7 @@ from weft import torch_internals
 from weft.tensors.dtensor import local
 
 T = TypeVar("T")
-
-
-def grouped(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> list[list[T]]:
-    """Items in their order, in groups of at most `limit` together; what is larger is a group of its own.
-
-    Example:
-        >>> grouped([3, 1, 2, 9, 1], lambda size: size, 4)
-        [[3, 1], [2], [9], [1]]
-    """
-    groups: list[list[T]] = []
-    filled = 0
-    for item in items:
-        size = size_of(item)
-        if not groups or filled + size > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(item)
-        filled += size
-    return groups
+K = TypeVar("K")
 
 
 def control_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
@@ -56,17 +38,37 @@ def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source:
 
 def add_up(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, *, mean: bool = False) -> None:
     """Give tensors their sum or mean over the ranks of the group, in place. Collectives: one all-reduce per dtype."""
-    together: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        together.setdefault(real.dtype, []).append(real)
-    for alike in together.values():
+    real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors)
+    for alike in grouped(real, lambda tensor: tensor.dtype).values():
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
         dist.all_reduce(flat, group=group)
         if mean:
             flat /= dist.get_world_size(group)
         for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
             tensor.copy_(part.view_as(tensor))
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Those of the same key together, as they go into one message or one kernel; in their order."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
+def in_buckets(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Cut items into lists, in their order: each of at most that much, or of one item that is more."""
+    bucket: list[T] = []
+    filled = 0
+    for item in items:
+        size = size_of(item)
+        if bucket and filled + size > most:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(item)
+        filled += size
+    if bucket:
+        yield bucket
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:

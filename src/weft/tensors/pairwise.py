@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.tensors.messages import grouped, in_buckets
+
 _SWAP_TAG = 0x5E7F  # of messages that two ranks swap; a program that sends over the same group uses others
 _MAX_BYTES = 2**20  # of a sum; what is gathered may be of any size
 _TOGETHER_BYTES = 25 * 2**20  # of all buffers that one all-gather is of
@@ -100,17 +102,13 @@ class PairGather:
 
 def _one_gather(gathers: Sequence[PairGather]) -> list[list[PairGather]]:
     """Those that one all-gather does: of one dtype, and up to a size."""
-    found: list[list[PairGather]] = []
-    kind, filled = None, 0
-    for one in gathers:
-        size = one._everyone.nbytes
+
+    def size(one: PairGather) -> int:
         alone = one._everyone.device.type != "cpu" and _is_gloo(one._group)  # gloo packs on the CPU only
-        if alone or one._everyone.dtype != kind or filled + size > _TOGETHER_BYTES:
-            found.append([])
-            kind, filled = one._everyone.dtype, 0
-        found[-1].append(one)
-        filled += size
-    return found
+        return _TOGETHER_BYTES + 1 if alone else one._everyone.nbytes
+
+    alike = grouped(gathers, lambda one: one._everyone.dtype).values()
+    return [bucket for same in alike for bucket in in_buckets(same, size, _TOGETHER_BYTES)]
 
 
 def pair_rounds(blocks: torch.Tensor, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:

@@ -110,19 +110,18 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def _refuse_call(part: nn.Module, args: Any, kwargs: Any) -> NoReturn:
-    raise ContractError(
-        f"offloaded: a {type(part).__name__} was called inside",
-        found="parameters that wait in the memory of the CPU",
-        expected="calls before or after it",
-        fix="with weft.offloaded(model, optimizer, ctx): ...  # something else; output = model(x) after it",
-    )
+def _refuse_call(part: nn.Module, *_: Any) -> NoReturn:
+    _refuse(f"a {type(part).__name__} was called inside", "output = model(x)")
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:
+    _refuse(f"{type(optimizer).__name__} was to step inside", "optimizer.step()")
+
+
+def _refuse(what: str, line: str) -> NoReturn:
     raise ContractError(
-        f"offloaded: {type(optimizer).__name__} was to step inside",
+        f"offloaded: {what}",
         found="parameters and state that wait in the memory of the CPU",
-        expected="steps before or after it",
-        fix="with weft.offloaded(model, optimizer, ctx): ...  # something else; optimizer.step() after it",
+        expected="calls and steps before or after it",
+        fix=f"with weft.offloaded(model, optimizer, ctx): ...  # something else; {line} after it",
     )

@@ -12,7 +12,7 @@ from weft.checks import check_module
 from weft.collectives.on_all_ranks import on_all
 from weft.context import DistContext
 from weft.contract.name_table import patterns_by_name
-from weft.engines.torch.compute.combined_optimizer import CombinedOptimizer
+from weft.engines.torch.steps.combined_optimizer import CombinedOptimizer
 from weft.errors import listed, type_error, value_error
 
 Build: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -92,11 +92,8 @@ def _parts(module: nn.Module, table: Mapping[str, Build | None]) -> dict[str, di
             expected="a pattern for each parameter with requires_grad; None as its value leaves some to others",
             fix='{..., "*": torch.optim.AdamW}',
         )
-    parts: dict[str, dict[str, nn.Parameter]] = {pattern: {} for pattern in table}
-    for name, p in module.named_parameters():
-        if id(p) in of:
-            parts[of[id(p)]][name] = p
-    return parts
+    named = [(name, p, of[id(p)]) for name, p in module.named_parameters() if id(p) in of]
+    return {pattern: {name: p for name, p, own in named if own == pattern} for pattern in table}
 
 
 def _built(pattern: str, build: Any, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -123,7 +120,8 @@ def _built(pattern: str, build: Any, named: Mapping[str, nn.Parameter]) -> torch
         _raise_unusable(
             pattern, f"{type(built).__name__} changes parameters outside of step", "an optimizer with eval()"
         )
-    own = [name for name in ("state_dict", "load_state_dict") if not _is_of_torch(type(built), name)]
+    kind, base = type(built), torch.optim.Optimizer
+    own = [name for name in ("state_dict", "load_state_dict") if getattr(kind, name) is not getattr(base, name)]
     if own:
         _raise_unusable(pattern, f"{type(built).__name__} keeps its state in a form of its own", listed(own))
     names = {id(p): name for name, p in named.items()}
@@ -131,10 +129,6 @@ def _built(pattern: str, build: Any, named: Mapping[str, nn.Parameter]) -> torch
         entry["pattern"] = pattern
         entry["param_names"] = [names[id(p)] for p in entry["params"]]  # as torch keeps names
     return built
-
-
-def _is_of_torch(kind: type[Any], name: str) -> bool:
-    return getattr(kind, name) is getattr(torch.optim.Optimizer, name)
 
 
 def _raise_unusable(pattern: str, problem: str, found: str) -> NoReturn:

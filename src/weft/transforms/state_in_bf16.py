@@ -12,15 +12,16 @@ from weft.checks import check_count, check_optimizer
 from weft.context import DistContext
 from weft.context.placement import check_ranks_send
 from weft.contract import KeepsParameters, Part, Phase, offered, transform
-from weft.engines.torch.compute.combined_optimizer import kinds_of
-from weft.engines.torch.compute.step_by_parts import AroundPart, step_by_parts
 from weft.engines.torch.hooks.every_optimizer import parameters_of
+from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.reducing.flat_step import FlatStep
+from weft.engines.torch.steps.combined_optimizer import kinds_of
 from weft.engines.torch.steps.in_backward import check_has_gradients
+from weft.engines.torch.steps.step_by_parts import AroundPart, step_by_parts
 from weft.engines.torch.steps.swapped import step_hooks
 from weft.errors import OrderError, listed, type_error
 from weft.grads.limits import known_modules
-from weft.grads.named_grads import name_parameters
+from weft.grads.named_grads import ParameterNames
 from weft.keyed_random.elements import words_block
 from weft.rng import mix
 from weft.tensors.blocks import hold, sharded_as
@@ -30,7 +31,6 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 _KINDS = (torch.optim.AdamW, torch.optim.Adam)
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # not what amsgrad keeps: of a maximum, chances do not cancel out
-_PART_BYTES = 64 * 2**20
 _LEAST_BYTES = 4
 
 
@@ -117,20 +117,15 @@ class Bf16State:
 
     def __init__(self, optimizer: torch.optim.Optimizer, ctx: DistContext, seed: int) -> None:
         self._optimizer, self._seed, self._steps = weakref.ref(optimizer), seed, 0
-        self._modules = [weakref.ref(module) for module in known_modules(ctx)]
-        self._names: dict[int, str | None] = {}
-        self._end = step_by_parts(optimizer, AroundPart(self._widen, self._round, _PART_BYTES))
-        self._handles = [
-            optimizer.register_step_post_hook(self._count),
-            optimizer.register_load_state_dict_post_hook(self._take_state),
-        ]
-        self._name(optimizer, parameters_of(optimizer)[0])
+        self._names = ParameterNames("state_in_bf16", optimizer, known_modules(ctx))
+        self._hooks = Removable()
+        self._hooks.add(optimizer.register_load_state_dict_post_hook(self._take_state).remove)
+        self._hooks.add(step_by_parts(optimizer, AroundPart(self._widen, self._round)))
+        self._hooks.add(optimizer.register_step_post_hook(self._count).remove)
 
     def undo(self) -> None:
         """Take the hooks off; the state is in the dtype of the parameters again."""
-        self._end()
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.remove()
         optimizer = self._optimizer()
         if optimizer is not None:
             self._widen(parameters_of(optimizer))
@@ -146,25 +141,17 @@ class Bf16State:
     def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
 
-    def _name(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> str | None:
-        """The name of a parameter; None: its moments stay as they are."""
-        if id(parameter) not in self._names:
-            modules = [module for module in (ref() for ref in self._modules) if module is not None]
-            kinds = kinds_of(optimizer)
-            held = {id(p): kinds[at] for at, entry in enumerate(optimizer.param_groups) for p in entry["params"]}
-            self._names = {
-                id(p): name if held[id(p)] in _KINDS and not p.is_complex() else None
-                for name, p in name_parameters("state_in_bf16", optimizer, modules).items()
-            }
-        return self._names[id(parameter)]
-
     def _moments(self, parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, str, dict[str, Any], str]]:
         """Parameters and their names, their state, and which of it are moments."""
         optimizer = self._optimizer()
-        for parameter in parameters if optimizer is not None else ():
-            assert optimizer is not None
-            name, state = self._name(optimizer, parameter), optimizer.state.get(parameter, {})
-            yield from ((parameter, name, state, key) for key in _MOMENTS if name is not None and key in state)
+        if optimizer is None:
+            return
+        names = {id(p): name for name, p in self._names.of(optimizer).items()}
+        kinds = zip(optimizer.param_groups, kinds_of(optimizer), strict=True)
+        narrow = {id(p) for entry, kind in kinds if kind in _KINDS for p in entry["params"] if not p.is_complex()}
+        for parameter in [p for p in parameters if id(p) in narrow]:
+            state = optimizer.state.get(parameter, {})
+            yield from ((parameter, names[id(parameter)], state, key) for key in _MOMENTS if key in state)
 
     def _widen(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter, _, state, key in self._moments(parameters):
@@ -183,7 +170,7 @@ class Bf16State:
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """What torch has widened while it was loaded is narrow again, if it was."""
-        for _, _, state, key in self._moments([p for entry in optimizer.param_groups for p in entry["params"]]):
+        for _, _, state, key in self._moments(parameters_of(optimizer)):
             narrow = state[key].to(torch.bfloat16)
             if torch.equal(local(narrow).to(state[key].dtype), local(state[key])):
                 state[key] = narrow

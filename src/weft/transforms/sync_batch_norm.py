@@ -10,7 +10,7 @@ from torch import nn
 from weft import torch_internals
 from weft.context import DistContext
 from weft.contract import Part, Phase, transform
-from weft.engines.torch.compute.sync_batch_norm import synchronize_batch_norms
+from weft.engines.torch.compute.sync_batch_norm import Synchronized
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -55,4 +55,4 @@ def sync_batch_norm(module: M, ctx: DistContext, *, axis: str | Sequence[str] | 
     if line.world_size == 1:
         return module, ctx
     ctx.require_collective("sync_batch_norm")
-    return module, ctx.offering(synchronize_batch_norms(module, line.group))
+    return module, ctx.offering(Synchronized(module, line.group))

@@ -22,7 +22,7 @@ from weft.context import local
 from weft.contract.select_modules import Names
 from weft.errors import CheckpointError, value_error
 from weft.tensors.blocks import memory_of, whole
-from weft.tensors.messages import grouped
+from weft.tensors.messages import in_buckets
 from weft.weights.adapter_files import check_adapter_options, stored_adapter
 from weft.weights.places.module_sizes import UNITS, parse_size
 from weft.weights.publish import published
@@ -208,7 +208,7 @@ def renamed_tensors(
 
 def _shards(tensors: Mapping[str, Tensor], name: str, *, limit: int) -> dict[str, list[str]]:
     """Which tensors are in which file, in the order of the module; what is larger than one file gets its own."""
-    shards = grouped(tensors, lambda key: tensors[key].size, limit)
+    shards = list(in_buckets(tensors, lambda key: tensors[key].size, limit))
     many = len(shards)
     if many == 1:
         return {f"{name}.safetensors": shards[0]}

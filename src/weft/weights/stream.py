@@ -27,7 +27,7 @@ from weft.contract.select_modules import Names
 from weft.errors import ContractError
 from weft.peers.agreement import disagree
 from weft.tensors.blocks import Held, block_of
-from weft.tensors.messages import grouped
+from weft.tensors.messages import in_buckets
 from weft.tensors.remote_parameter import is_elsewhere
 from weft.weights.adapter_files import check_adapter_options, chosen_adapter, merged, plan_merge
 from weft.weights.export import Tensor, check_rename, num_bytes_of, renamed_tensors
@@ -162,7 +162,8 @@ def stream(
             for name, origin in names.items()
         }
         chosen = stored if peft else chosen_tensors("stream", stored, filter, option="filter")
-        return grouped(_units(weights, renamed_tensors(chosen, wanted, rename), layers), _Unit.num_bytes, limit)
+        units = _units(weights, renamed_tensors(chosen, wanted, rename), layers)
+        return list(in_buckets(units, _Unit.num_bytes, limit))
 
     buckets = on_all("stream", ctx, settled)
     facts = [[unit.facts() for unit in bucket] for bucket in buckets]

@@ -5,6 +5,7 @@ reducing/      gradients averaged over ranks, during backward or after it
 fsdp/          parameters in shards
 pipeline/      layers on several ranks, one stage after the other
 steps/         what happens in and around an optimizer's step
+sharded_step/  the step where parameters, or the state of the optimizer, are in shards
 amp/           mixed precision
 compute/       activation checkpointing, torch.compile
 keyed_dropout/ dropout whose masks follow from the samples

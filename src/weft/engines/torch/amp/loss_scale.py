@@ -32,6 +32,7 @@ from weft.engines.torch.hooks.graph_walk import running_backward, walk_to_leaves
 from weft.errors import ContractError, listed
 from weft.precision import LossScaling
 from weft.tensors.dtensor import is_sharded, local, resting_parameters
+from weft.tensors.messages import grouped
 from weft.tensors.nested import map_tensors
 from weft.tensors.remote_parameter import is_elsewhere
 
@@ -276,10 +277,7 @@ def check_finite(gradients: list[torch.Tensor], no: torch.Tensor, factor: torch.
         0-d float, 1 if so; on the device of `no`.
     """
     found = no.clone()
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradient in _dense(gradients):
-        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for same in kinds.values():
+    for same in grouped(_dense(gradients), lambda one: (one.device, one.dtype)).values():
         torch_internals.unscale(same, found, factor)
     return found
 

@@ -1,11 +1,9 @@
-"""How a module computes, what is computed from its parameters and gradients, and optimizers that step in other ways.
+"""How a module computes, and what is computed from its parameters and gradients.
 
 activation_checkpoint.py  activations computed again in backward
 compile_module.py         torch.compile in place
 sync_batch_norm.py        batch statistics over all ranks
 grad_norm.py              the norm of gradients in shards, and clipping
-combined_optimizer.py     several optimizers as one
-step_by_parts.py          steps on a few parameters after the other, whose state is put away after
 ema.py                    averages of weights, shard by shard
 layer_flops.py            the operations of layers in one forward, counted without computing
 

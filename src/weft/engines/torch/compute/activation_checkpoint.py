@@ -222,24 +222,25 @@ def offloaded(module: nn.Module) -> list[str]:
     return [
         name or "the module itself"
         for name, part in module.named_modules()
-        if any(isinstance(one, RecomputedBlock) and one.offload for one in call_routes(part, "forward"))
+        if any(one.offload for one in _recomputed(part))
     ]
 
 
 def moves_statistics_twice(module: nn.Module) -> bool:
     """Whether norms with running statistics are in blocks that are run twice by `Recomputed`."""
-    blocks = [
-        part
-        for part in module.modules()
-        if any(isinstance(one, RecomputedBlock) for one in call_routes(part, "forward"))
-    ]
+    blocks = [part for part in module.modules() if _recomputed(part)]
     norms = [part for block in blocks for part in block.modules() if isinstance(part, torch_internals.norm_base.found)]
     return any(True for norm in norms for _ in norm.buffers(recurse=False))
 
 
+def _recomputed(part: nn.Module) -> list[RecomputedBlock]:
+    """What is done around the forward of a part by `Recomputed`."""
+    return [one for one in call_routes(part, "forward") if isinstance(one, RecomputedBlock)]
+
+
 def _is_checkpointed(part: nn.Module) -> bool:
     return (
-        any(isinstance(around, RecomputedBlock) for around in call_routes(part, "forward"))
+        bool(_recomputed(part))
         # torch's composable checkpoint and its checkpoint_wrapper, and the switch of transformers
         or "checkpoint" in (torch_internals.applied(part) or ())
         or any(cls.__name__ == "CheckpointWrapper" for cls in type(part).__mro__)

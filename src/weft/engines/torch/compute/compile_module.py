@@ -42,12 +42,13 @@ class Compiled:
                 fix="weft.recompute(model, ctx, blocks=...) without offload=True",
             )
         self._removable = Removable()
-        codes: dict[type[nn.Module], types.CodeType] = {}
+        codes: dict[type[nn.Module], types.CodeType] = {}  # see [Note: one code per class]
         settings: dict[str, Any] = {**options._asdict(), "options": options.options and dict(options.options)}
         for part in parts.values():
             settings["backend"] = _backend(part, options.backend)
-            code = codes.setdefault(type(part), _new_code(type(part)))
-            compiled = torch.compile(_with_code(part.forward, code), **settings)
+            forward, name = _calling(part.forward), f"forward_of_{type(part).__name__}"
+            forward.__code__ = codes.setdefault(type(part), forward.__code__.replace(co_name=name))
+            compiled = torch.compile(forward, **settings)
             around = CompiledCall(_steady(compiled) if already_recomputed(part) else compiled)
             attach(part, self._removable, around=around, methods=["forward"])
 
@@ -80,16 +81,6 @@ def _calling(call: Callable[..., Any]) -> types.FunctionType:
 
     assert isinstance(forward, types.FunctionType)
     return forward
-
-
-def _new_code(cls: type[nn.Module]) -> types.CodeType:
-    return _calling(cls).__code__.replace(co_name=f"forward_of_{cls.__name__}")
-
-
-def _with_code(call: Callable[..., Any], code: types.CodeType) -> Callable[..., Any]:
-    """A function that calls `call`, with a given code object; see [Note: one code per class]."""
-    forward = _calling(call)
-    return types.FunctionType(code, forward.__globals__, code.co_name, None, forward.__closure__)
 
 
 def check_backend(backend: str) -> None:

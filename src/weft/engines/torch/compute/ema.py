@@ -82,11 +82,8 @@ class WeightAverages:
         drop_gathered(other)
         targets: Named = {**dict(other.named_parameters()), **dict(other.named_buffers())}
         live = self.live()
-        wrong = [
-            f"{name}: {_differs(live[name], targets.get(name))}"
-            for name in live
-            if _differs(live[name], targets.get(name))
-        ]
+        differences = {name: _differs(own, targets.get(name)) for name, own in live.items()}
+        wrong = [f"{name}: {why}" for name, why in differences.items() if why]
         if wrong:
             raise value_error(
                 f"copy_to: this {type(other).__name__} has different weights than the {self._class_name}",

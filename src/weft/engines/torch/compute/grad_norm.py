@@ -14,16 +14,16 @@ Source: `torch.nn.utils.clip_grad_norm_`; its bits wherever nothing is sharded.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from weft import torch_internals
 from weft.errors import value_error
-from weft.tensors.dtensor import local
+from weft.tensors.dtensor import is_sharded, local
+from weft.tensors.messages import grouped
 from weft.tensors.remote_parameter import is_elsewhere
 from weft.tensors.sharded_grad import CutGradient
 
@@ -89,17 +89,12 @@ class Gradients:
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
         with torch.no_grad():
             pieces = self._collect(parameters)
-        self._pieces = {place: _by_kind(tensors) for place, tensors in pieces.items()}
+        self._pieces = {place: grouped(same, lambda one: (one.device, one.dtype)) for place, same in pieces.items()}
+        self._alike = [item for kinds in self._pieces.values() for item in kinds.items()]
 
     def _collect(self, parameters: Iterable[torch.Tensor]) -> dict[GradientRanks, list[torch.Tensor]]:
         pieces: dict[GradientRanks, list[torch.Tensor]] = {GradientRanks(): []}
         layouts: dict[tuple[int, object, torch.dtype, GradientRanks], list[torch.Tensor]] = {}
-        # Who has a DTensor has imported it; an empty tuple is the type of nothing.
-        dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-
-        def is_sharded(tensor: torch.Tensor | None) -> TypeGuard[DTensor]:
-            return isinstance(tensor, dtensor)
-
         for p in parameters:
             gradient, line = p.grad, self._partly.get(id(p), GradientRanks())
             if is_elsewhere(p):
@@ -108,7 +103,7 @@ class Gradients:
                 pieces.setdefault(line._replace(cut=self._ranks_of(gradient)), []).append(gradient.piece())
                 self._dtype = torch.promote_types(self._dtype, gradient.dtype.to_real())
                 continue
-            layout = gradient if is_sharded(gradient) else p
+            layout = gradient if gradient is not None and is_sharded(gradient) else p
             if not is_sharded(layout):
                 if gradient is not None:
                     values = gradient if gradient.layout is torch.strided else _values(p, gradient)
@@ -201,9 +196,8 @@ class Gradients:
         value = _joined(parts, p)
         if p != math.inf:
             value = value.pow(1 / p)
-        for kinds in self._pieces.values():
-            for _, dtype in kinds:
-                self._dtype = torch.promote_types(self._dtype, dtype.to_real()) if self._lines else self._dtype
+        for (_, dtype), _ in self._alike if self._lines else ():
+            self._dtype = torch.promote_types(self._dtype, dtype.to_real())
         return value.to(torch.promote_types(self._dtype, whole.dtype))
 
     # -- changes in place ------------------------------------------------------------------------
@@ -212,24 +206,21 @@ class Gradients:
     def scale_to(self, max_norm: float, norm: torch.Tensor) -> None:
         """Scale down so that a norm above `max_norm` becomes `max_norm`; torch's formula."""
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for kinds in self._pieces.values():
-            for (device, _), tensors in kinds.items():
-                torch_internals.foreach_mul(tensors, factor if factor.device == device else factor.to(device))
+        for (device, _), tensors in self._alike:
+            torch_internals.foreach_mul(tensors, factor if factor.device == device else factor.to(device))
 
     @torch.no_grad()
     def clamp(self, max_value: float) -> None:
         """Bring every element into [-max_value, max_value]."""
-        for kinds in self._pieces.values():
-            for tensors in kinds.values():
-                torch_internals.foreach_clamp_min(tensors, -max_value)
-                torch_internals.foreach_clamp_max(tensors, max_value)
+        for _, tensors in self._alike:
+            torch_internals.foreach_clamp_min(tensors, -max_value)
+            torch_internals.foreach_clamp_max(tensors, max_value)
 
     @torch.no_grad()
     def zero(self) -> None:
         """Make every element 0, also those that are not finite."""
-        for kinds in self._pieces.values():
-            for tensors in kinds.values():
-                torch_internals.foreach_zero(tensors)
+        for _, tensors in self._alike:
+            torch_internals.foreach_zero(tensors)
 
 
 def with_nonfinite_gradient(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -245,13 +236,6 @@ def _values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     if not gradient.is_coalesced():
         parameter.grad = gradient = gradient.coalesce()
     return gradient.values()
-
-
-def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[Kind, list[torch.Tensor]]:
-    kinds: dict[Kind, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return kinds
 
 
 def _norm(kinds: Mapping[Kind, list[torch.Tensor]], p: float, device: torch.device) -> torch.Tensor:

@@ -8,6 +8,7 @@ Shapes: x [N, C, ...]; statistics [C].
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -87,7 +88,7 @@ _TWINS: Mapping[type[nn.Module], type[_OverRanks]] = MappingProxyType(
 
 
 class Synchronized:
-    """The batch norms of a module that were changed, and the way back."""
+    """The batch norms of a module, which compute their statistics over the ranks of a group; and the way back."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._removable = Removable()
@@ -96,7 +97,7 @@ class Synchronized:
             plain = _plain_class(child)
             if plain is not None:
                 child.__dict__["weft_ranks"] = self._ranks
-                self._removable.add(_back(child, plain))
+                self._removable.add(partial(_put_back, child, plain))
                 child.__class__ = _TWINS[plain]
 
     def undo(self) -> None:
@@ -108,11 +109,6 @@ class Synchronized:
         self._ranks.release()
 
 
-def synchronize_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> Synchronized:
-    """Make every batch norm of `module` compute its statistics over the ranks of `group`."""
-    return Synchronized(module, group)
-
-
 def _plain_class(child: nn.Module) -> type[nn.Module] | None:
     """The class of a batch norm to synchronize; of a copy of a synchronized one, its class before."""
     kind = type(child)
@@ -122,12 +118,9 @@ def _plain_class(child: nn.Module) -> type[nn.Module] | None:
     return kind if kind in _TWINS else None
 
 
-def _back(child: nn.Module, old: type[nn.Module]) -> Any:
-    def undo() -> None:
-        child.__class__ = old
-        del child.__dict__["weft_ranks"]
-
-    return undo
+def _put_back(child: nn.Module, old: type[nn.Module]) -> None:
+    child.__class__ = old
+    del child.__dict__["weft_ranks"]
 
 
 class _BatchNormOverRanks(torch.autograd.Function):

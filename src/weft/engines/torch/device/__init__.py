@@ -1,7 +1,6 @@
 """Devices of this machine.
 
-choose.py         which device, which backend
-devices.py        what an engine answers about devices
+devices.py        which device, which backend, and what else an engine answers about devices
 prefetch.py       batches to the device ahead of use
 emptied.py        tensors without memory, whose values wait on the CPU
 state_offload.py  the state of optimizers on the CPU between steps

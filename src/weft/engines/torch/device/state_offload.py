@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from weft.engines.torch.compute.step_by_parts import AroundPart, step_by_parts
 from weft.engines.torch.hooks.every_optimizer import before_every_step, parameters_of
+from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.reducing.flat_step import FlatStep
 from weft.engines.torch.steps.in_backward import check_has_gradients
+from weft.engines.torch.steps.step_by_parts import AroundPart, step_by_parts
 from weft.engines.torch.steps.swapped import step_hooks
 from weft.errors import OrderError
 from weft.tensors.blocks import sharded_as
 from weft.tensors.dtensor import local, resting_parameters
 from weft.tensors.nested import map_tensors
 
-_PART_BYTES = 64 * 2**20
 _CPU = torch.device("cpu")
-
-
-class _Hooks(NamedTuple):
-    """On one optimizer."""
-
-    end: Callable[[], None]
-    loaded: RemovableHandle
 
 
 class StateOffload:
@@ -44,15 +35,14 @@ class StateOffload:
             device: Where it computes; not a CPU.
         """
         self._what, self._module, self._device = what, weakref.ref(module), device
-        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Hooks] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, Removable] = weakref.WeakKeyDictionary()
         self._every = before_every_step(self, StateOffload._see)
 
     def undo(self) -> None:
         """Let optimizers keep their state on the device."""
         self._every.release()
         for optimizer, hooks in list(self._hooks.items()):
-            hooks.end()
-            hooks.loaded.remove()
+            hooks.remove()
             _move(optimizer, parameters_of(optimizer), self._device)
         self._hooks.clear()
 
@@ -73,11 +63,11 @@ class StateOffload:
                 expected="an optimizer that updates each parameter by itself",
                 fix=f'leave offload="optimizer" out of the call of {self._what}',
             )
-        around = AroundPart(
-            partial(_move, optimizer, device=self._device), partial(_move, optimizer, device=_CPU), _PART_BYTES
-        )
+        around = AroundPart(partial(_move, optimizer, device=self._device), partial(_move, optimizer, device=_CPU))
         loaded = optimizer.register_load_state_dict_post_hook(lambda one: _move(one, parameters_of(one), _CPU))
-        self._hooks[optimizer] = _Hooks(step_by_parts(optimizer, around), loaded)
+        hooks = self._hooks[optimizer] = Removable()
+        hooks.add(loaded.remove)
+        hooks.add(step_by_parts(optimizer, around))
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ from weft.engines.torch.hooks.graph_walk import running_backward
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.parameter_reads import explain_read
 from weft.engines.torch.parallel.experts.local_losses import refuse_local_losses
-from weft.engines.torch.parts.dtensor_reads import check_reads
+from weft.engines.torch.parts.dtensor_reads import ReadChecks
 from weft.engines.torch.parts.linear_loss import HeadReads
 from weft.engines.torch.reducing.separate_reduction import SeparateReduction
 from weft.engines.torch.reducing.strategy import Strategy
@@ -68,7 +68,7 @@ class ShardedModule(Strategy):
         hooks: dict[str, Any] = {"before": self._before, "after": self._after, "around": self._around}
         attach(module, self._removable, **hooks, methods=options.methods, first=True, always=True)
         heads = HeadReads(gathering=weakref.WeakMethod(self._units.call_gathered))
-        self._removable.add(check_reads(heads).release)
+        self._removable.add(ReadChecks(heads).release)
         refuse_copies(self._what, module, self._removable)
         refuse_local_losses(self._what, module, self._removable)
         self._refused = Removable()  # of parts, until the module is called

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -18,8 +19,10 @@ from weft import torch_internals
 from weft.tensors.nested import tensors
 
 
-def _queue_callback(run: Callable[[], None]) -> None:
-    torch_internals.execution_engine.found.queue_callback(run)
+def _queue_callback(run: Callable[[], None], rounds: int) -> None:
+    """Call a function when the running backward pass has ended, after so many rounds of callbacks."""
+    call = partial(_queue_callback, run, rounds - 1) if rounds else run
+    torch_internals.execution_engine.found.queue_callback(call)
 
 
 class BackwardSession:
@@ -44,13 +47,13 @@ class BackwardSession:
         self.flag = bytearray(1)
         self._begin = begin
         self._end = end
-        self._rounds = [self._finish, self._leave_one, self._leave_two][rounds]
+        self._rounds = rounds
 
     def enter(self) -> None:
         """Begin a session unless one is live."""
         if not self.flag[0]:
             self.flag[0] = 1
-            _queue_callback(self._rounds)
+            _queue_callback(self._finish, self._rounds)
             self._begin()
 
     def entrance(self, enter: Callable[[], None]) -> Callable[..., None]:
@@ -65,12 +68,6 @@ class BackwardSession:
                 alive()
 
         return hook
-
-    def _leave_two(self) -> None:
-        _queue_callback(self._leave_one)
-
-    def _leave_one(self) -> None:
-        _queue_callback(self._finish)
 
     def _finish(self) -> None:
         self.flag[0] = 0
@@ -93,7 +90,7 @@ def when_entered(output: object, hook: Callable[[torch.Tensor], object]) -> None
 
 def after_callbacks(run: Callable[[], None]) -> None:
     """Call a function when the running backward pass has ended, after the `end` of all sessions."""
-    _queue_callback(lambda: _queue_callback(run))
+    _queue_callback(run, 1)
 
 
 def inside_backward(run: Callable[[], None]) -> None:

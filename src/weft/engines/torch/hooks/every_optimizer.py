@@ -46,18 +46,13 @@ class StepHook(Generic[T]):
     def _forget(self, owner: object) -> None:
         self._run = None
 
-    def remove_if_done(self) -> None:
-        """Take the hook off if it does nothing any more."""
-        if self._run is None:
-            self._handle.remove()
-
 
 def remove_finished_hooks() -> None:
     """Take hooks off that do nothing any more; not to be called in a step."""
     for table in (ALL_STEP_PRE_HOOKS, ALL_STEP_POST_HOOKS):
         for hook in list(table.found.values()):
-            if isinstance(hook, StepHook):
-                hook.remove_if_done()
+            if isinstance(hook, StepHook) and hook._run is None:
+                hook._handle.remove()
 
 
 def before_every_step(owner: T, run: Run[T]) -> StepHook[T]:

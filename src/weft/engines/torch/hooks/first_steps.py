@@ -19,6 +19,7 @@ from weft.engines.torch.hooks.backward_session import after_callbacks
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.hooks.program_lines import strategy_line
 from weft.errors import AlreadyApplied, NotSynchronized, listed, warn
+from weft.tensors.blocks import memory_of
 from weft.tensors.checksums import can_be_read, checksums
 from weft.tensors.dtensor import local
 from weft.tensors.nested import tensors
@@ -64,20 +65,19 @@ class FirstSteps:
         Raises:
             AlreadyApplied: Torch's DistributedDataParallel calls it.
         """
-        if self._seen < _NUM_BATCHES:
-            self._seen += 1
-            self.wants_inputs = self._seen < _NUM_BATCHES
-            outer = torch_internals.active_ddp()
-            if outer is not None and any(part is module for part in outer.modules()):
-                raise AlreadyApplied(
-                    f"{self._what}: torch's DistributedDataParallel reduces gradients of {self._class_name} as well",
-                    found=f"DistributedDataParallel around a module that has {self._what}",
-                    expected="one of the two: gradients would be averaged twice",
-                    fix="leave the line with DistributedDataParallel(model) out",
-                )
-            digest = _digest((args, kwargs))
-            if digest is not None:
-                self._batches.append(digest)
+        self._seen += 1
+        self.wants_inputs = self._seen < _NUM_BATCHES
+        outer = torch_internals.active_ddp()
+        if outer is not None and any(part is module for part in outer.modules()):
+            raise AlreadyApplied(
+                f"{self._what}: torch's DistributedDataParallel reduces gradients of {self._class_name} as well",
+                found=f"DistributedDataParallel around a module that has {self._what}",
+                expected="one of the two: gradients would be averaged twice",
+                fix="leave the line with DistributedDataParallel(model) out",
+            )
+        digest = _digest((args, kwargs))
+        if digest is not None:
+            self._batches.append(digest)
 
     def compare(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
         """All ranks are about to make step `number` of this strategy.
@@ -141,10 +141,9 @@ class FirstSteps:
     # -- gradients ---------------------------------------------------------------------------------
 
     def note_reduced(self, named: Mapping[str, nn.Parameter]) -> None:
-        """A backward pass has reduced the gradients of these parameters: until they are changed they are the same."""
-        if self._reduced is None:
-            gradients = {name: p.grad for name, p in named.items() if p.grad is not None and can_be_read(p.grad)}
-            self._reduced = dict(zip(gradients, checksums(gradients.values()), strict=True))
+        """The first backward pass has reduced the gradients of these parameters: they are the same until changed."""
+        gradients = {name: p.grad for name, p in named.items() if p.grad is not None and can_be_read(p.grad)}
+        self._reduced = dict(zip(gradients, checksums(gradients.values()), strict=True))
 
     def note_step(self, number: int, probe: nn.Parameter | None, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps; `probe` is a parameter whose gradient tells of the others."""
@@ -199,16 +198,15 @@ class FirstSteps:
         """
         if self._kept is None or probe is None:
             return
-        if probe.grad is None or (
-            torch_internals.VERSION.of(probe.grad) != self._kept and not _has_numbers(probe.grad)
-        ):
+        is_changed = probe.grad is None or torch_internals.VERSION.of(probe.grad) != self._kept
+        if is_changed and not _has_numbers(probe.grad):
             self._warn(
                 f"{self._what}: gradients of {self._class_name} were cleared in the middle of a window",
                 "zero_grad between the micro-batches of a window, whose gradients are to be added up",
                 "zero_grad once per window, after the step",
                 "for batch in window: ...; then optimizer.step() and optimizer.zero_grad(), after the inner loop",
             )
-        elif torch_internals.VERSION.of(probe.grad) != self._kept:
+        elif is_changed:
             raise NotSynchronized(
                 f"{self._what}: gradients of {self._class_name} were changed in the middle of a window",
                 found="gradients of one rank that were clipped or scaled before they were averaged over the ranks",
@@ -229,7 +227,7 @@ class FirstSteps:
             self.check_kept(probe)
         if stepped is None and not self._adds:
             return
-        if probe.grad is None or not _has_numbers(probe.grad):
+        if not _has_numbers(probe.grad):
             self._adds = False
         elif stepped is not None:
             # Gradients in one bucket share a version, and one parameter has got its gradient already.
@@ -251,14 +249,10 @@ def not_averaged_error(what: str, class_name: str, found: str) -> NotSynchronize
     )
 
 
-def _has_numbers(gradient: torch.Tensor) -> bool:
+def _has_numbers(gradient: torch.Tensor | None) -> bool:
     """Whether what of a gradient lies here is known not to be zero."""
-    part = local(gradient.detach())
-    return can_be_read(part) and bool(part.any())
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    part = None if gradient is None else local(gradient.detach())
+    return part is not None and can_be_read(part) and bool(part.any())
 
 
 def _digest(value: Any) -> str | None:
@@ -266,6 +260,6 @@ def _digest(value: Any) -> str | None:
     found: Iterable[torch.Tensor] = [one for one in tensors(value) if can_be_read(one)][:_MAX_TENSORS]
     hashed = hashlib.sha256()
     for tensor in found:
-        flat = tensor.detach().reshape(-1)
-        hashed.update(_bytes(flat[:: -(-len(flat) // _MAX_ELEMENTS)]).cpu().numpy().tobytes())
+        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        hashed.update(memory_of(flat[:: -(-len(flat) // _MAX_ELEMENTS)].contiguous().cpu()))
     return hashed.hexdigest() if found else None

@@ -122,14 +122,7 @@ def route_calls(module: nn.Module, removable: Removable, route: Callable[[Callab
     """
     earlier = torch_internals.COMPILED_CALL.of(module)
     torch_internals.COMPILED_CALL.set(module, Routed(weakref.ref(module), earlier, route))
-    owner = weakref.ref(module)
-
-    def restore() -> None:
-        alive = owner()
-        if alive is not None:
-            torch_internals.COMPILED_CALL.set(alive, earlier)
-
-    removable.add(restore)
+    removable.add(_restore(weakref.ref(module), torch_internals.COMPILED_CALL.name, earlier))
 
 
 class Routed:

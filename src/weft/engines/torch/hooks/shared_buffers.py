@@ -81,5 +81,4 @@ class _BufferPass:
 
 def _enter(entered: set[_BufferPass], one: _BufferPass, gradient: torch.Tensor) -> None:
     """Backward has come to an output of this pass."""
-    del gradient
     entered.add(one)

@@ -140,5 +140,4 @@ def _as_replicated(gradient: torch.Tensor) -> torch.Tensor:
 
     cut: Any = gradient.detach()
     placements = [Replicate() if placement.is_partial() else placement for placement in cut.placements]
-    made: torch.Tensor = as_dtensor(cut.to_local(), cut.device_mesh, placements, cut.shape, cut.stride())
-    return made
+    return as_dtensor(cut.to_local(), cut.device_mesh, placements, cut.shape, cut.stride())

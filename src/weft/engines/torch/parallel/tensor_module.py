@@ -45,7 +45,7 @@ from weft.engines.torch.parallel.tensor_hooks import (
 )
 from weft.engines.torch.parts.assigned_data import AssignedData
 from weft.engines.torch.parts.cut_gradient import CutLayerGradient
-from weft.engines.torch.parts.dtensor_reads import check_reads
+from weft.engines.torch.parts.dtensor_reads import ReadChecks
 from weft.engines.torch.parts.linear_loss import HeadReads
 from weft.engines.torch.parts.part_gradients import PartGradients
 from weft.engines.torch.parts.refuse_pickle import refuse_states
@@ -92,7 +92,7 @@ class TensorParallelModule(Strategy):
         self.probes: tuple[Probe, ...] = (self._units,)
         if options.blocks:
             self.probes += (BetweenBlocks(module, mesh, group, options),)
-        self._removable.add(check_reads(HeadReads(mesh=mesh)).release)
+        self._removable.add(ReadChecks(HeadReads(mesh=mesh)).release)
         refuse_states(self._what, module, self._removable)
         self._gradients = gradients = PartGradients(self._what, module, CutLayerGradient)
 

@@ -195,8 +195,4 @@ def _first(values: Any) -> Any:
 
 
 def _described(tensor: Any) -> str:
-    return f"a DTensor {list(tensor.shape)} that is {_placed(tensor.placements)} over {axes_of(tensor)}"
-
-
-def _placed(placements: Any) -> str:
-    return ", ".join(map(str, placements))
+    return f"a DTensor {list(tensor.shape)} that is {', '.join(map(str, tensor.placements))} over {axes_of(tensor)}"

@@ -26,25 +26,27 @@ from weft.engines.torch.parts.dtensor_operations import Copies, check_written, c
 from weft.engines.torch.parts.linear_loss import HeadReads, for_sharded_heads
 from weft.errors import ContractError
 from weft.tensors.blocks import cut_as
-from weft.tensors.dtensor import is_sharded
+from weft.tensors.dtensor import axes_of, is_sharded
 
 # These methods are not operations: torch looks for the memory of the DTensor itself, and crashes or raises.
 _OF_MEMORY = ("tolist", "numpy", "__format__", "__dlpack__", "storage", "share_memory_", "apply_", "map_", "map2_")
 
 
-class _ReadChecksUse:
-    """Checks for one strategy, until it is collected or releases them."""
+class ReadChecks:
+    """Checks for one strategy, until it is collected or releases them; see [Note: whose DTensors]."""
 
-    def __init__(self, heads: HeadReads) -> None:
+    def __init__(self, heads: HeadReads | None = None) -> None:
+        """Check from now on; `heads` is what the strategy knows of weights that a loss reads."""
         from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second)
 
         dispatcher: Any = torch_internals.DISPATCHER.of(DTensor)
         checks = vars(dispatcher).get("weft_checks") or _Checks(dispatcher)
-        checks.enter(id(self), heads)
+        checks.enter(id(self), heads or HeadReads())
         self._leave = weakref.finalize(self, checks.leave, id(self))
         self._leave.atexit = False
 
     def release(self) -> None:
+        """Check no more."""
         self._leave()  # once
 
 
@@ -74,15 +76,6 @@ class _Checks:
                 self._undo.pop()()
 
 
-def check_reads(heads: HeadReads | None = None) -> _ReadChecksUse:
-    """Check them as long as what is returned lives and is not released; see [Note: whose DTensors].
-
-    Args:
-        heads: What the strategy knows of weights that a loss reads.
-    """
-    return _ReadChecksUse(heads or HeadReads())
-
-
 def _replaced(dispatcher: Any, checks: _Checks) -> list[Callable[[], None]]:
     """Replace functions of torch by those that check; what puts each back."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second)
@@ -95,7 +88,7 @@ def _replaced(dispatcher: Any, checks: _Checks) -> list[Callable[[], None]]:
         *((partial(vars, owner), partial(setattr, owner), partial(delattr, owner)) for owner in owners),
     ]
     before = [dict(read()) for read, *_ in tables]
-    _replace(checks.copies)
+    _replace(dispatcher, DTensor, checks.copies)
     for operation in losses:
         setattr(*operation.home, for_sharded_heads(operation.found, checks.heads))
     undo: list[Callable[[], None]] = []
@@ -115,11 +108,7 @@ def _put_back(table: Any, name: Any, ours: Any, before: Any) -> None:
         write(name, before)
 
 
-def _replace(copies: Copies) -> None:
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second)
-
-    dispatcher = torch_internals.DISPATCHER.of(DTensor)
-
+def _replace(dispatcher: Any, dtensor: type[Any], copies: Copies) -> None:
     def copies_now() -> Copies | None:
         checks = vars(dispatcher).get("weft_checks")
         return None if checks is None else checks.copies
@@ -134,8 +123,8 @@ def _replace(copies: Copies) -> None:
     for step in [whole] if whole.exists else since:
         step.set(dispatcher, watched(step.of(dispatcher), copies_now))
     for name in _OF_MEMORY:
-        setattr(DTensor, name, no_memory(name))
-    DTensor.__deepcopy__ = copied(DTensor.__deepcopy__)  # type: ignore[method-assign]
+        setattr(dtensor, name, no_memory(name))
+    dtensor.__deepcopy__ = copied(dtensor.__deepcopy__)
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,7 +134,7 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise ContractError(
         "the number in a DTensor is read, of which this rank has only a part",
         found=f"item(), float() or bool() of a DTensor that is {', '.join(map(str, tensor.placements))} over "
-        f"{_axes(tensor.device_mesh)}",
+        f"{axes_of(tensor)}",
         expected="the ranks put their parts together first",
         fix="value.full_tensor().item()  # on all ranks; or norm = weft.clip_grads(model, ctx, max_norm=1.0)",
     )
@@ -158,7 +147,7 @@ def _copied(copies: Copies, op: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if not is_sharded(target):
         raise ContractError(
             "copy_: a DTensor is copied into a plain tensor",
-            found=f"a DTensor {list(source.shape)} over {_axes(source.device_mesh)}, of which this rank has a part",
+            found=f"a DTensor {list(source.shape)} over {axes_of(source)}, of which this rank has a part",
             expected="a whole tensor, or a target that is sharded as the source",
             fix="target.copy_(source.full_tensor())  # on all ranks; or with weft.full_params(model, ctx): ...",
         )
@@ -167,7 +156,7 @@ def _copied(copies: Copies, op: Any, args: tuple[Any, ...], kwargs: dict[str, An
         if any(placement.is_partial() for placement in target.placements):
             raise ContractError(
                 "copy_: a whole tensor is copied into a DTensor of which each rank has a term of a sum",
-                found=f"a plain tensor {list(source.shape)}, and a DTensor over {_axes(target.device_mesh)}",
+                found=f"a plain tensor {list(source.shape)}, and a DTensor over {axes_of(target)}",
                 expected="a target that is sharded or replicated",
                 fix="target = target.redistribute(placements=[Replicate()] * target.device_mesh.ndim)",
             )
@@ -175,7 +164,7 @@ def _copied(copies: Copies, op: Any, args: tuple[Any, ...], kwargs: dict[str, An
     elif source.device_mesh != target.device_mesh:  # torch would take the parts of one for those of the other
         raise ContractError(
             "copy_: a DTensor is copied into one that lies over other ranks",
-            found=f"over {_axes(source.device_mesh)}, into one over {_axes(target.device_mesh)}",
+            found=f"over {axes_of(source)}, into one over {axes_of(target)}",
             expected="DTensors over one mesh, or a whole tensor",
             fix="target.copy_(source.full_tensor())  # on all ranks",
         )
@@ -184,7 +173,3 @@ def _copied(copies: Copies, op: Any, args: tuple[Any, ...], kwargs: dict[str, An
         part = part.redistribute(target.device_mesh, target.placements)
     torch_internals.DTENSOR_PART.of(target).copy_(torch_internals.DTENSOR_PART.of(part))
     return target
-
-
-def _axes(mesh: Any) -> str:
-    return " and ".join(mesh.mesh_dim_names or ("axes without names",))

@@ -22,6 +22,7 @@ from weft import torch_internals
 from weft.engines.torch.hooks.every_optimizer import before_every_step, parameters_of
 from weft.engines.torch.probes.compare import largest_over
 from weft.private_names import replaced
+from weft.tensors.blocks import divided_as
 from weft.tensors.dtensor import is_fsdp_unit, is_sharded, local, resting_parameters, state_of
 
 
@@ -164,9 +165,7 @@ class TiedGradients:
 def _like_parameter(parameter: torch.Tensor) -> torch.Tensor:
     """What of the gradient of a parameter lies on this rank, dense and divided as the parameter is, in its memory."""
     gradient: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    gradient = gradient.to_dense() if gradient.is_sparse else gradient
-    if is_sharded(gradient) and is_sharded(parameter) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
+    gradient = divided_as(gradient.to_dense() if gradient.is_sparse else gradient, parameter)
     if not local(gradient).is_contiguous():
         gradient = gradient.contiguous()
     parameter.grad = gradient

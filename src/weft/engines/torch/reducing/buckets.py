@@ -78,9 +78,6 @@ class Buckets:
         if self._hook is not None:
             torch_internals.register_comm_hook(self._reducer, self._group, self._hook)
 
-    def prepare(self) -> None:
-        """Nothing to prepare: the buckets are there."""
-
     def begin(self, outputs: list[torch.Tensor]) -> None:
         """Expect a gradient for every parameter (that `outputs` depend on, if unused ones may be)."""
         self._reducer.prepare_for_backward(outputs)
@@ -93,9 +90,6 @@ class Buckets:
             place = {id(p): i for i, p in enumerate(self._parameters)}
             buckets: list[dist.GradBucket] = torch_internals.BUCKET_VIEWS.of(self._reducer)()
             self.order = [[place[id(p)] for p in bucket.parameters()] for bucket in buckets]
-
-    def undo(self) -> None:
-        """Nothing to undo: the parameters were not touched."""
 
     def release(self) -> None:
         """Destroy torch's reducer now, even if something still holds these buckets, such as the traceback of an error.

@@ -16,6 +16,7 @@ from weft import torch_internals
 from weft.engines.options import ReduceOptions
 from weft.engines.torch.reducing.buckets import sparse_gradients
 from weft.errors import ContractError
+from weft.tensors.messages import grouped
 from weft.tensors.pairwise import SmallSum, as_real
 
 _MANY = 16  # with fewer parameters buckets cost no more
@@ -72,7 +73,6 @@ class FlatPiece:
             order = torch.empty_like(parameter).stride()
             self.views.append(self.gradients[part].as_strided(parameter.shape, order).data)
             start = part.stop
-        self._pairs = list(zip(self.parameters, self.views, strict=True))
         self.without: set[int] = set()
         # One without elements has no address.
         self._first = next((p for p in self.parameters if p.numel()), first)
@@ -103,7 +103,7 @@ class FlatPiece:
 
     def detach(self) -> None:
         """Give every parameter and gradient a storage of its own again."""
-        for parameter, view in self._pairs:
+        for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is view:
                 parameter.grad = view.clone()
             if self._keeps_values:
@@ -120,22 +120,18 @@ class FlatBuffer:
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, options: ReduceOptions) -> None:
         self.keeps_values = options.flat
-        self._indices = {id(p): index for index, p in enumerate(parameters)}
         self.pieces: list[FlatPiece] = []
         self._group: dist.ProcessGroup = group
         self._scale = 1 / dist.get_world_size(group)
         self._find_unused = options.unused == "zero"
         self._dtype = options.dtype
-        self.lay_out(parameters)
+        self.take(parameters)
 
     def lay_out(self, order: Sequence[nn.Parameter]) -> None:
         """Put the parameters into buffers in this order; those not in it come last, as before."""
         rank = {id(p): place for place, p in enumerate(order)}
         old = [p for piece in self.pieces for p in piece.parameters] or list(order)
-        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-        for p in sorted(old, key=lambda p: rank.get(id(p), len(rank))):
-            assert isinstance(p, nn.Parameter)
-            kinds.setdefault((p.dtype, p.device), []).append(p)
+        kinds = grouped(sorted(old, key=lambda p: rank.get(id(p), len(rank))), lambda p: (p.dtype, p.device))
         for piece in self.pieces:
             piece.detach()
         self.pieces = [
@@ -182,8 +178,6 @@ class FlatBuffer:
                 gradients.copy_(small)
         if self._find_unused:
             self._forget_unused(got)
-            for piece in self.pieces:
-                piece.without.clear()
 
     def _forget_unused(self, got: bytearray) -> None:
         """A parameter that no rank used has no gradient if it had none before, as in one process."""
@@ -194,6 +188,7 @@ class FlatBuffer:
             for index, parameter in zip(piece.indices, piece.parameters, strict=True):
                 if not counts[index] and index in piece.without:
                     parameter.grad = None
+            piece.without.clear()
 
     def undo(self) -> None:
         """Give the parameters storages of their own again."""

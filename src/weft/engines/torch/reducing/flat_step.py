@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.reducing.flat_buffer import FlatBuffer, FlatPiece
 from weft.engines.torch.reducing.reducer import GradientReducer
-from weft.engines.torch.steps.swapped import SHARED_STATE, StepsOnOthers, check_no_closure
+from weft.engines.torch.steps.swapped import SHARED_STATE, StepsOnOthers, check_no_closure, check_same_groups, ids_of
 from weft.errors import ContractError, OrderError, listed
 
 
@@ -69,9 +70,22 @@ class _FlatSlice:
         self.state: dict[str, Any] = {}
         self._copies: dict[str, torch.Tensor] = {}
 
-    def is_attached(self) -> bool:
-        """Whether every parameter's gradient lies in the buffer."""
-        return all(map(operator.is_, [p.grad for p in self.parameters], self._views))
+    def has_gradients(self) -> bool:
+        """Whether the gradients are there; puts strangers into the buffer first."""
+        if all(map(operator.is_, [p.grad for p in self.parameters], self._views)):
+            return True
+        missing = [p for p in self.parameters if p.grad is None]
+        if len(missing) == len(self.parameters):
+            return False
+        if missing:
+            raise ContractError(
+                f"fuse_step: {len(missing)} of {len(self.parameters)} parameters have no gradient",
+                found=listed(f"a parameter of shape {tuple(p.shape)}" for p in missing),
+                expected="all gradients of a group, or none",
+                fix="optimizer.zero_grad() for all, or continue without weft.fuse_step",
+            )
+        self.piece.attach()
+        return True
 
     def split_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Show each parameter its part of the state, as views; see [Note: shared state]."""
@@ -120,13 +134,15 @@ class FlatStep(StepsOnOthers):
 
     def __init__(self, optimizer: torch.optim.Optimizer, buffer: FlatBuffer) -> None:
         self._groups = [list(entry["params"]) for entry in optimizer.param_groups]
+        self._held = ids_of(optimizer)
         self._runs: list[_FlatSlice] = []
         buffer.lay_out([p for group in self._groups for p in group if p.requires_grad])
         self._buffer = weakref.ref(buffer)  # it holds the process group
         self._adopt_layout(optimizer, buffer.pieces)
         super().__init__(optimizer, self._before, self._after, self._join)
         # Torch's own spends more time on being traced and profiled than on the gradients.
-        setattr(optimizer, "zero_grad", _ZeroGrad(optimizer))  # noqa: B010  (of this instance alone)
+        zero_grad = partial(_zero_grad, weakref.ref(optimizer))
+        setattr(optimizer, "zero_grad", zero_grad)  # noqa: B010  (of this instance alone)
 
     def undo(self) -> None:
         """Take the hooks off; the state stays with the parameters."""
@@ -158,7 +174,7 @@ class FlatStep(StepsOnOthers):
         buffer = self._buffer()
         if buffer is not None and buffer.pieces is not self._pieces:  # frozen or unfrozen, or of another optimizer
             self._adopt_layout(optimizer, buffer.pieces)
-        gradients = [run.gradients if _has_gradients(run) else None for run in self._runs]
+        gradients = [run.gradients if run.has_gradients() else None for run in self._runs]
         for run, gradient in zip(self._runs, gradients, strict=True):
             run.values.grad = gradient
             if run.state:
@@ -184,53 +200,24 @@ class FlatStep(StepsOnOthers):
 
     def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if the optimizer holds other parameters than it did."""
-        now = [entry["params"] for entry in optimizer.param_groups]
-        old = self._groups
-        if list(map(len, now)) != list(map(len, old)) or not all(
-            all(map(operator.is_, *pair)) for pair in zip(old, now, strict=True)
-        ):
-            raise ContractError(
-                "fuse_step: the parameter groups of the optimizer changed",
-                found=f"{len(now)} groups of {listed(map(len, now))} parameters, "
-                f"before {len(old)} of {listed(map(len, old))}, or other ones",
-                expected="the groups that fuse_step was applied to",
-                fix="add all groups first: optimizer, ctx = weft.fuse_step(optimizer, ctx)",
-            )
-
-
-class _ZeroGrad:
-    """`optimizer.zero_grad` of one optimizer."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        if not set_to_none:
-            type(optimizer).zero_grad(optimizer, set_to_none=False)
-            return
-        for entry in optimizer.param_groups:
-            for parameter in entry["params"]:
-                parameter.grad = None
-
-
-def _has_gradients(run: _FlatSlice) -> bool:
-    """Whether the run's gradients are there; puts strangers into the buffer first."""
-    if run.is_attached():
-        return True
-    missing = [p for p in run.parameters if p.grad is None]
-    if len(missing) == len(run.parameters):
-        return False
-    if missing:
-        raise ContractError(
-            f"fuse_step: {len(missing)} of {len(run.parameters)} parameters have no gradient",
-            found=listed(f"a parameter of shape {tuple(p.shape)}" for p in missing),
-            expected="all gradients of a group, or none",
-            fix="optimizer.zero_grad() for all, or continue without weft.fuse_step",
+        check_same_groups(
+            "fuse_step: the parameter groups of the optimizer changed",
+            optimizer,
+            self._held,
+            expected="the groups that fuse_step was applied to",
+            fix="add all groups first: optimizer, ctx = weft.fuse_step(optimizer, ctx)",
         )
-    run.piece.attach()
-    return True
+
+
+def _zero_grad(owner: weakref.ref[torch.optim.Optimizer], set_to_none: bool = True) -> None:
+    """`optimizer.zero_grad` of one optimizer."""
+    optimizer = owner()
+    assert optimizer is not None
+    if not set_to_none:
+        type(optimizer).zero_grad(optimizer, set_to_none=False)
+        return
+    for parameter in parameters_of(optimizer):
+        parameter.grad = None
 
 
 def _runs_of(

@@ -24,7 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from weft.engines.torch.reducing.separate_reduction import SeparateReduction
 from weft.engines.torch.reducing.strategy import Strategy
 from weft.engines.torch.reducing.trained import TrainedParameters, check_hooks
 from weft.engines.torch.reducing.transport import Transport
-from weft.engines.torch.reducing.zero_gradients import anchor_of, bring_zeros, zeros_for
+from weft.engines.torch.reducing.zero_gradients import bring_zeros, zeros_for
 from weft.engines.torch.steps.watch import raise_step_inside
 from weft.errors import ContractError
 
@@ -162,7 +162,7 @@ class GradientReducer(Strategy):
         """Average the gradients of the parameters that are trained now."""
         named = self._trained.watch.trained
         self.transport.take(module, {name: p for name, p in named.items() if name not in self._apart.how})
-        self._trained.take(named, self._session.flag, weakref.ref(self))
+        self._trained.take(named, self._session.flag, weakref.WeakMethod(self.arrive))
         self._apart.take(named)
 
     # -- backward --------------------------------------------------------------------------------
@@ -175,7 +175,13 @@ class GradientReducer(Strategy):
             name = trained.names[index]
             raise_bypassed_forward(self._what, name, self._module(), self._class_name, self._options.methods)
         if torch.is_grad_enabled():
-            _raise_creates_graph(self._what, self._class_name)
+            raise ContractError(
+                f"{self._what}: a backward pass with create_graph=True through {self._class_name}",
+                found="gradients in `.grad` that may be differentiated again",
+                expected="loss.backward(): `.grad` is averaged over the ranks in place, which autograd does not see",
+                fix="torch.autograd.grad(..., create_graph=True), for a penalty; of parameters, it takes the mean "
+                'first:\n            gradient = weft.reduce(gradient, ctx, "mean", grad=True)',
+            )
         self._first_steps.begin_backward(trained.first() if index else None)
         self._session.enter()
 
@@ -215,7 +221,8 @@ class GradientReducer(Strategy):
         """Reduce what is in `.grad` by the messages of a backward pass; see [Note: what is due]."""
         self._look()  # as in the forward passes that other ranks may make meanwhile, or this one has not made yet
         trained, transport = self._trained, self.transport
-        pending, without = trained.has_pending(), trained.without_gradient()
+        pending = trained.has_pending()
+        without = [i for i, p in enumerate(trained.parameters) if p.grad is None]
         number = str(self._reductions)
         if not pending:
             trained.forget()
@@ -227,7 +234,8 @@ class GradientReducer(Strategy):
             trained.got[:] = b"\1" * len(trained.got)
         with trained.unfrozen():
             bucketed = [] if self._options.at_end else trained.named(trained.reached(), besides=self._apart.named)
-            anchor = anchor_of(trained.named(trained.names, besides=self._apart.named))
+            plain = trained.named(trained.names, besides=self._apart.named)
+            anchor = plain[0] if plain else torch.zeros((), requires_grad=True)
             zeros = zeros_for(bucketed, anchor, self._session.enter)
             if not transport.armed:
                 transport.arm([zeros])
@@ -256,13 +264,3 @@ class GradientReducer(Strategy):
         if not fresh and self._group is not None:
             trained.check_same_gradients(self._what, optimizer, self._peers)
         self._stepped_at[optimizer] = self._reductions
-
-
-def _raise_creates_graph(what: str, class_name: str) -> NoReturn:
-    raise ContractError(
-        f"{what}: a backward pass with create_graph=True through {class_name}",
-        found="gradients in `.grad` that may be differentiated again",
-        expected="loss.backward(): `.grad` is averaged over the ranks in place, which autograd does not see",
-        fix="torch.autograd.grad(..., create_graph=True), for a penalty; of parameters, it takes the mean first:\n"
-        '            gradient = weft.reduce(gradient, ctx, "mean", grad=True)',
-    )

@@ -14,17 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from weft import torch_internals
 from weft.engines.options import StrategyOptions
 from weft.engines.peers import Replicas
 from weft.engines.torch.hooks.backward_session import BackwardSession, when_entered
 from weft.engines.torch.hooks.graph_walk import running_backward
+from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.engines.torch.reducing.flat_buffer import FlatPiece
 from weft.engines.torch.reducing.strategy import unused_error
 from weft.tensors.dtensor import local
+from weft.tensors.messages import grouped, in_buckets
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -55,24 +56,31 @@ class ReplicaAverage:
         self._options = options
         self._session = BackwardSession(self._begin, self._end, rounds=2)  # after the ranks of this replica
         self._got = bytearray(len(self._named))  # which parameters a gradient has reached since they had none
-        self._handles: dict[int, RemovableHandle] = {}
+        self._removable = Removable()
+        self._seen: set[int] = set()  # parameters, by their places
         if alone:
             self._see_arrivals()
-        else:  # gradients of the parameters themselves come from a strategy
-            self._handles[-1] = module.register_forward_hook(partial(_watch, self._session))
-        if self._shares:
-            self._handles[-2] = module.register_forward_hook(partial(_watch_passes, self._buffers))
+        attach(module, self._removable, after=self._watch)
 
     def _see_arrivals(self) -> None:
         for index, p in enumerate(self._named.values()):
-            if p.requires_grad and index not in self._handles:
-                hook = partial(_arrive, self._session, self._got, index)
-                self._handles[index] = p.register_post_accumulate_grad_hook(hook)
+            if p.requires_grad and index not in self._seen:
+                self._seen.add(index)
+                self._removable.add(p.register_post_accumulate_grad_hook(partial(self._arrive, index)).remove)
 
     def undo(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles.values():
-            handle.remove()
+        self._removable.remove()
+
+    def _arrive(self, index: int, parameter: torch.Tensor) -> None:
+        self._got[index] = 1
+        self._session.enter()
+
+    def _watch(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not self._alone:  # gradients of the parameters themselves come from a strategy
+            when_entered(output, lambda _: self._session.enter())
+        if self._shares and torch.is_grad_enabled():
+            self._buffers.watch(output)
 
     def begin_window(self) -> None:
         """Backward passes keep their gradients here from now on."""
@@ -190,46 +198,25 @@ class ReplicaAverage:
         self._of_buffers = [_Flat(buffers, which) for which in _by_kind(buffers)]
 
 
-def _arrive(session: BackwardSession, got: bytearray, index: int, parameter: torch.Tensor) -> None:
-    got[index] = 1
-    session.enter()
-
-
-def _enter(session: BackwardSession, parameter: torch.Tensor) -> None:
-    session.enter()
-
-
-def _watch(session: BackwardSession, module: nn.Module, inputs: Any, output: Any) -> None:
-    when_entered(output, partial(_enter, session))
-
-
-def _watch_passes(buffers: SharedBuffers, module: nn.Module, inputs: Any, output: Any) -> None:
-    if torch.is_grad_enabled():
-        buffers.watch(output)
-
-
 def _by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """The indices of tensors of one dtype on one device."""
-    found: dict[object, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        found.setdefault((tensor.dtype, tensor.device), []).append(index)
-    return list(found.values())
+    return [*grouped(range(len(tensors)), lambda index: (tensors[index].dtype, tensors[index].device)).values()]
 
 
 class _HostCopies(NamedTuple):
-    """Tensors on an accelerator that are copied to the CPU and back together.
+    """Tensors that are copied to the CPU and back together.
 
     Attributes:
         which: Of the tensors of a `_Flat`.
         values: Their part of its piece.
-        packed: As much memory on the accelerator.
-        parts: It, in the shapes of the tensors.
+        packed: As much memory on the accelerator, if they are packed there.
+        parts: Of that memory or else of the piece, in the shapes of the tensors.
     """
 
     which: slice
     values: torch.Tensor
-    packed: torch.Tensor
-    parts: tuple[torch.Tensor, ...]
+    packed: torch.Tensor | None
+    parts: list[torch.Tensor]
 
 
 class _Flat:
@@ -248,40 +235,35 @@ class _Flat:
         first = tensors[which[0]]
         kind = torch.uint8 if (dtype or first.dtype) == torch.bool else dtype or first.dtype
         sizes = [tensors[index].numel() for index in which]
-        self._device, is_far = first.device, first.device.type != "cpu"
-        self.values = torch.zeros(sum(sizes) + 1, dtype=kind, pin_memory=is_far)
+        self._device, self._is_far = first.device, first.device.type != "cpu"
+        self.values = torch.zeros(sum(sizes) + 1, dtype=kind, pin_memory=self._is_far)
         parts = self.values[:-1].split(sizes)
         self._parts = [part.view(tensors[i].shape) for part, i in zip(parts, which, strict=True)]
         self._tensors: list[torch.Tensor] = []
-        self._buckets = list(self._cut(sizes)) if is_far else []
+        together = _HostCopies(slice(None), self.values, None, self._parts)
+        self._buckets = list(self._cut(sizes)) if self._is_far else [together]
 
     def _cut(self, sizes: Sequence[int]) -> Iterator[_HostCopies]:
         room = _BUCKET_BYTES // self.values.element_size()
         places = [0, *itertools.accumulate(sizes)]
         memory = torch.empty(min(room, places[-1]), dtype=self.values.dtype, device=self._device)
-        first = 0
-        for last in range(1, len(places)):
-            if last == len(sizes) or places[last + 1] - places[first] > room:
-                values = self.values[places[first] : places[last]]
-                packed = memory[: len(values)] if last > first + 1 else memory[:0]
-                shapes = [part.shape for part in self._parts[first:last]]
-                parts = packed.split(sizes[first:last]) if len(packed) else ()
-                views = tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=False))
-                yield _HostCopies(slice(first, last), values, packed, views)
-                first = last
+        for bucket in in_buckets(range(len(sizes)), sizes.__getitem__, room):
+            which = slice(bucket[0], bucket[-1] + 1)
+            values = self.values[places[which.start] : places[which.stop]]
+            packed, parts = None, self._parts[which]
+            if len(bucket) > 1:
+                packed = memory[: len(values)]
+                parts = [one.view(own.shape) for one, own in zip(packed.split(sizes[which]), parts, strict=True)]
+            yield _HostCopies(which, values, packed, parts)
 
     def fill(self, tensors: Sequence[torch.Tensor], factor: float) -> torch.Tensor:
         """The values of the tensors, multiplied by a factor."""
         self._tensors = [tensors[index] for index in self._which]
-        if not self._buckets:
-            torch_internals.foreach_copy(self._parts, self._tensors)
         for bucket in self._buckets:
-            if bucket.parts:
-                torch_internals.foreach_copy(bucket.parts, self._tensors[bucket.which])
+            torch_internals.foreach_copy(bucket.parts, self._tensors[bucket.which], non_blocking=self._is_far)
+            if bucket.packed is not None:
                 bucket.values.copy_(bucket.packed, non_blocking=True)
-            else:
-                self._parts[bucket.which.start].copy_(self._tensors[bucket.which.start], non_blocking=True)
-        if self._buckets:
+        if self._is_far:
             torch.accelerator.current_stream(self._device).synchronize()
         if factor == 1:
             return self.values
@@ -290,11 +272,7 @@ class _Flat:
     def put_back(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Give the tensors, or others like them, the values of the piece."""
         given = [tensors[index] for index in self._which] if tensors else self._tensors
-        if not self._buckets:
-            torch_internals.foreach_copy(given, self._parts)
         for bucket in self._buckets:
-            if bucket.parts:
+            if bucket.packed is not None:
                 bucket.packed.copy_(bucket.values, non_blocking=True)
-                torch_internals.foreach_copy(given[bucket.which], bucket.parts)
-            else:
-                given[bucket.which.start].copy_(self._parts[bucket.which.start], non_blocking=True)
+            torch_internals.foreach_copy(given[bucket.which], bucket.parts, non_blocking=self._is_far)

@@ -11,7 +11,9 @@ arrives, and not at the end.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from weft.engines.options import Reduction
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.tensors.blocks import as_dtensor
 from weft.tensors.dtensor import is_sharded
+from weft.tensors.messages import grouped
 from weft.tensors.pairwise import as_real
 from weft.tensors.remote_parameter import is_elsewhere
 
@@ -53,7 +56,7 @@ class SeparateReduction:
             if entrance is not None:
                 self._hooks.add(p.register_post_accumulate_grad_hook(entrance()).remove)
             if self.how[name].scale != 1:
-                self._hooks.add(p.register_hook(_scaling(self.how[name].scale)).remove)
+                self._hooks.add(p.register_hook(partial(operator.mul, self.how[name].scale)).remove)
 
     def release(self) -> None:
         """Take the hooks off."""
@@ -69,9 +72,8 @@ class SeparateReduction:
         missing = [name for name, p in self.named.items() if p.grad is None]
         for name in missing:
             self.named[name].grad = torch.zeros_like(self.named[name])
-        messages: dict[tuple[dist.ProcessGroup | None, int, torch.dtype], list[str]] = {}
-        for name, p in self.named.items():
-            messages.setdefault((self.how[name].group, self.how[name].divide, p.dtype), []).append(name)
+        how = self.how
+        messages = grouped(self.named, lambda name: (how[name].group, how[name].divide, self.named[name].dtype))
         for (group, divide, _), names in messages.items():
             flags = [float(name not in missing) for name in names] if forget_unused else []
             if group is not None:
@@ -119,7 +121,3 @@ def _put(parameter: Any, part: torch.Tensor) -> None:
     if is_sharded(gradient) and gradient.placements != parameter.placements:
         mesh, size, stride = gradient.device_mesh, gradient.shape, gradient.stride()
         parameter.grad = as_dtensor(part, mesh, parameter.placements, size, stride)
-
-
-def _scaling(scale: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda gradient: gradient * scale

@@ -92,7 +92,7 @@ class Strategy:
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer cannot step on shards, or would come to other numbers."""
         if any(is_sharded(p) for p in parameters_of(optimizer)):
-            from weft.engines.torch.steps import full_params  # noqa: PLC0415  (DTensors are there)
+            from weft.engines.torch.sharded_step import full_params  # noqa: PLC0415  (DTensors are there)
 
             full_params.check_steps_on_shards(self._what, optimizer)
 

@@ -6,7 +6,7 @@ import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,13 +22,7 @@ from weft.engines.torch.steps.watch import check_same_gradients
 from weft.errors import ContractError, listed
 
 _RARELY = 16  # calls of a module
-
-
-class Arrival(Protocol):
-    """Learns of the first gradient of a backward pass."""
-
-    def arrive(self, index: int) -> None:
-        """It has reached parameter `index`."""
+Arrive = weakref.WeakMethod[Callable[[int], None]]
 
 
 class TrainedParameters:
@@ -58,14 +52,14 @@ class TrainedParameters:
         self._node: Any = None  # that adds up the gradient of the first one; torch's reducer waits at these
         self._address = self._calls = 0
 
-    def take(self, named: Mapping[str, nn.Parameter], flag: bytearray, reducer: weakref.ref[Arrival]) -> None:
-        """Guard these parameters from now on."""
+    def take(self, named: Mapping[str, nn.Parameter], flag: bytearray, arrive: Arrive) -> None:
+        """Guard these parameters from now on; `arrive` learns that the first gradient has reached parameter i."""
         self.release()
         self.names, self.parameters = list(named), list(named.values())
         self._agreed = {*named, *self.watch.there}
         self.got, self._nothing = bytearray(len(named)), bytes(len(named))
         for index, parameter in enumerate(self.parameters):
-            guard = _guard(flag, self.got, reducer, index)
+            guard = _guard(flag, self.got, arrive, index)
             self._guards.add(parameter.register_post_accumulate_grad_hook(guard).remove)
         self._calls = 0
         if self.parameters:
@@ -143,10 +137,6 @@ class TrainedParameters:
         wanted = set(names).difference(besides)
         return [p for name, p in zip(self.names, self.parameters, strict=True) if name in wanted]
 
-    def without_gradient(self) -> list[int]:
-        """Those whose `.grad` is None."""
-        return [i for i, p in enumerate(self.parameters) if p.grad is None]
-
     @contextlib.contextmanager
     def unfrozen(self) -> Iterator[None]:
         """Let all of them take gradients, also those that were frozen since."""
@@ -216,16 +206,14 @@ class TrainedParameters:
         return sum(torch_internals.VERSION.of(p.grad) + 1 for p in self.parameters if p.grad is not None)
 
 
-def _guard(
-    flag: bytearray, got: bytearray, reducer: weakref.ref[Arrival], index: int
-) -> Callable[[torch.Tensor], None]:
+def _guard(flag: bytearray, got: bytearray, arrive: Arrive, index: int) -> Callable[[torch.Tensor], None]:
     """The hook of one parameter; it must not hold the reducer, which holds the parameter in C++."""
 
     def guard(parameter: torch.Tensor) -> None:
         if not flag[0]:
-            alive = reducer()
-            if alive is not None:
-                alive.arrive(index)
+            call = arrive()
+            if call is not None:
+                call(index)
         got[index] = 1
 
     return guard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,22 +18,6 @@ from weft.errors import NotSynchronized
 from weft.tensors.nested import map_tensors, tensors
 
 
-class Channel(Protocol):
-    """What moves the gradients: `Buckets` or `FlatBuffer`."""
-
-    def prepare(self) -> None:
-        """Forward was called: a backward pass is to be expected."""
-
-    def begin(self, outputs: list[torch.Tensor]) -> None:
-        """A backward pass that communicates has begun."""
-
-    def end(self, got: bytearray) -> None:
-        """It has ended; `got[i]` tells whether parameter i got a gradient."""
-
-    def undo(self) -> None:
-        """Leave the parameters as they were found."""
-
-
 class Transport:
     """The channel of one module.
 
@@ -43,7 +27,7 @@ class Transport:
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions) -> None:
-        self.channel: Channel | None = None
+        self.channel: Buckets | FlatBuffer | None = None
         self.armed = False
         self._module = weakref.ref(module)
         self._class_name = type(module).__name__
@@ -92,7 +76,7 @@ class Transport:
 
     def prepare(self) -> None:
         """Forward was called: a backward pass is to be expected."""
-        if self.channel is not None:
+        if isinstance(self.channel, FlatBuffer):
             self.channel.prepare()
 
     def begin(self) -> None:
@@ -141,8 +125,7 @@ class Transport:
 
     def forget_outputs(self) -> None:
         """Their graph is done."""
-        if self._outputs:
-            self._outputs.clear()
+        self._outputs.clear()
 
     def start_anew(self) -> None:
         """A backward pass broke off half-way: its communication cannot be continued."""
@@ -162,7 +145,7 @@ class Transport:
 
     def undo(self) -> None:
         """Take the channel off the parameters."""
-        if self.channel is not None:
+        if isinstance(self.channel, FlatBuffer):
             self.channel.undo()
 
     def release(self) -> None:
@@ -170,12 +153,12 @@ class Transport:
         self._replace_channel(None)
         self._group = None
 
-    def _replace_channel(self, channel: Channel | None) -> None:
+    def _replace_channel(self, channel: Buckets | FlatBuffer | None) -> None:
         if isinstance(self.channel, Buckets):
             self.channel.release()
         self.channel = channel
 
-    def _make_channel(self, module: nn.Module, order: list[list[int]] | None = None) -> Channel:
+    def _make_channel(self, module: nn.Module, order: list[list[int]] | None = None) -> Buckets | FlatBuffer:
         assert self._group is not None
         if self._options.at_end:
             return FlatBuffer(list(self._named.values()), self._group, self._options)

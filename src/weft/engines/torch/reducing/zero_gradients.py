@@ -21,11 +21,6 @@ def zeros_for(parameters: Sequence[torch.Tensor], anchor: torch.Tensor, enter: C
     return number
 
 
-def anchor_of(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor from which a backward pass can come: one of these plain parameters, if there are any."""
-    return parameters[0] if parameters else torch.zeros((), requires_grad=True)
-
-
 def bring_zeros(parameters: Sequence[torch.Tensor], flag: bytearray) -> None:
     """Bring parameters gradients of zeros in a backward pass inside the one that is ending.
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from weft import torch_internals
-from weft.engines.torch.compute.combined_optimizer import plain_step
+from weft.engines.torch.steps.combined_optimizer import plain_step
+from weft.engines.torch.steps.swapped import exchange
 from weft.errors import ContractError, OrderError
 from weft.tensors.dtensor import is_sharded
 
@@ -24,9 +25,9 @@ class BackwardStep:
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         self._shards: dict[int, Any] = {}  # on which the step is made, as plain tensors
         if any(is_sharded(p) for p in parameters):
-            from weft.engines.torch.steps import shards  # noqa: PLC0415  (torch.distributed.tensor)
+            from weft.engines.torch.sharded_step.shards import HeldShard  # noqa: PLC0415  (torch.distributed.tensor)
 
-            self._shards = {id(p): shards.shard_of(p) for p in parameters if is_sharded(p)}
+            self._shards = {id(p): HeldShard(p) for p in parameters if is_sharded(p)}
         self._optimizer = weakref.ref(optimizer)
         self._step = plain_step(optimizer)
         self._places = {id(p): place for place, entry in enumerate(optimizer.param_groups) for p in entry["params"]}
@@ -61,18 +62,16 @@ class BackwardStep:
                 fix="loss.backward(); optimizer.step()  # in each iteration",
             )
         self._stepped.add(id(parameter))
-        groups = [entry["params"] for entry in optimizer.param_groups]
         shard = self._shards.get(id(parameter))
         if shard is not None:
             shard.enter(optimizer)
         stepped = parameter if shard is None else shard.values
-        for place, entry in enumerate(optimizer.param_groups):
-            entry["params"] = [stepped] if place == self._places[id(parameter)] else []
+        at = self._places[id(parameter)]
+        held = exchange(optimizer, [[stepped] if place == at else [] for place in range(len(optimizer.param_groups))])
         try:
             self._step(optimizer)
         finally:
-            for entry, parameters in zip(optimizer.param_groups, groups, strict=True):
-                entry["params"] = parameters
+            exchange(optimizer, held)
             if shard is not None:
                 shard.leave(optimizer)
             torch.autograd.graph.increment_version(parameter)  # steps on shards and fused ones do not

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from weft import torch_internals
 from weft.checks import check_count, check_optimizer
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import before_every_step, parameters_of
+from weft.engines.torch.steps.rebind import state_as
 from weft.errors import ContractError, listed, type_error
 from weft.tensors.dtensor import local, resting_parameters
 from weft.tensors.messages import add_up, broadcast
+from weft.tensors.nested import map_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +117,6 @@ class LocalSteps:
     # -- steps
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        del args, kwargs
         if self._is_averaged:
             raise ContractError(
                 "local_steps: a step while the module holds the mean over the ranks",
@@ -143,7 +145,6 @@ class LocalSteps:
             )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        del optimizer, args, kwargs
         self._steps += 1
         every, fragments = self._options.every, self._options.fragments
         for number in range(fragments):
@@ -175,12 +176,8 @@ class LocalSteps:
             anchor = self._anchors[name]
             parameters[name].copy_(anchor)
             anchor.grad = None
-        if number == 0:
-            self._share_buffers()
-
-    def _share_buffers(self) -> None:
         module = self._module()
-        buffers = [] if module is None else list(module.buffers())
+        buffers = list(module.buffers()) if module is not None and number == 0 else []
         if buffers and self._group is not None:
             broadcast(buffers, self._group)
 
@@ -244,8 +241,6 @@ class LocalSteps:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume; the parameters are those of this rank, if as many ranks were saved, and else the anchors."""
-        from weft.tensors.blocks import redistributed_as  # noqa: PLC0415  (half a second of imports in torch)
-
         self._begin()
         self._steps = int(state["steps"])
         self._restored = {
@@ -257,8 +252,7 @@ class LocalSteps:
             return
         for name, anchor in self._anchors.items():
             saved = state["outer"]["state"].get(name, {})
-            own = {key: redistributed_as(value, anchor) if _has_dims(value) else value for key, value in saved.items()}
-            self._outer.state[anchor] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in own.items()}
+            self._outer.state[anchor] = map_tensors(partial(_copy_as, parameter=anchor), dict(saved))
         for group, options in zip(self._outer.param_groups, state["outer"]["groups"], strict=True):
             group.update(options)
 
@@ -331,5 +325,5 @@ def _check_named(parameters: Mapping[str, object], anchors: Mapping[str, object]
         )
 
 
-def _has_dims(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+def _copy_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    return state_as(value, parameter).clone()

@@ -1,22 +1,24 @@
-"""Let an optimizer step on other tensors than those in its groups: the same values, whole.
-
-An optimizer may keep numbers in its groups and move them in each `step`; they are put back before
-each part, and after the optimizer's own step, which finds no gradients, so that they move once.
-"""
+"""Let an optimizer step on other tensors than those in its groups: the same values, whole."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from weft import torch_internals
-from weft.engines.torch.compute.combined_optimizer import CombinedOptimizer, kinds_of, plain_step
-from weft.errors import ContractError, value_error
+from weft.engines.torch.steps.combined_optimizer import CombinedOptimizer, kinds_of, plain_step
+from weft.errors import ContractError, listed, value_error
+from weft.tensors.blocks import redistributed_as
+from weft.tensors.dtensor import is_sharded
+from weft.tensors.nested import map_tensors, tensors
 
-Groups = Sequence[Sequence[torch.Tensor]]
+Groups = list[list[torch.Tensor]]
+Numbers = list[dict[str, Any]]
 
 # Optimizers whose update of an element depends on that element alone.
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -37,7 +39,13 @@ SHARED_STATE = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class StepsOnOthers:
-    """Hooks on an optimizer that exchange the tensors in its groups for a step, and put them back."""
+    """Hooks on an optimizer that exchange the tensors in its groups for a step, and put them back.
+
+    Attributes:
+        by_request: Of a transform.
+    """
+
+    by_request = True
 
     def __init__(
         self,
@@ -47,24 +55,41 @@ class StepsOnOthers:
         take_state: Callable[[torch.optim.Optimizer], None],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._own: list[list[torch.Tensor]] | None = None  # what its groups hold otherwise, while a step runs
+        self._own: Groups | None = None  # what its groups hold otherwise, while a step runs
         self._handles = [
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(after),
             optimizer.register_load_state_dict_post_hook(take_state),
         ]
 
+    def undo(self) -> None:
+        """Take the hooks off. State in rows is made whole: one all-gather per tensor of it."""
+        optimizer = self._unhook()
+        if optimizer is not None:
+            for p in self._kept_in_rows(optimizer):
+                state = optimizer.state.get(p, {})
+                state.update(map_tensors(partial(redistributed_as, other=p), dict(state)))
+
+    def is_left_out(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer has stepped without these hooks: its state is whole, which is cut here."""
+        return any(
+            value.dim() and value.shape == p.shape and not is_sharded(value)
+            for p in self._kept_in_rows(optimizer)
+            for value in tensors(dict(optimizer.state.get(p, {})))
+        )
+
+    def _kept_in_rows(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
+        """The parameters of whose state each rank keeps its rows between steps."""
+        return ()
+
     def _give(self, optimizer: torch.optim.Optimizer, others: Groups) -> None:
         """Let its groups hold other tensors."""
-        self._own = [entry["params"] for entry in optimizer.param_groups]
-        for entry, parameters in zip(optimizer.param_groups, others, strict=True):
-            entry["params"] = list(parameters)
+        self._own = exchange(optimizer, others)
 
     def _give_back(self, optimizer: torch.optim.Optimizer) -> None:
         """Let its groups hold their own tensors again."""
         assert self._own is not None
-        for entry, parameters in zip(optimizer.param_groups, self._own, strict=True):
-            entry["params"] = parameters
+        exchange(optimizer, self._own)
         self._own = None
 
     def _unhook(self) -> torch.optim.Optimizer | None:
@@ -74,24 +99,87 @@ class StepsOnOthers:
         return self._optimizer()
 
 
+def exchange(optimizer: torch.optim.Optimizer, others: Groups) -> Groups:
+    """Let the groups of an optimizer hold other tensors; returns what they held."""
+    held = [entry["params"] for entry in optimizer.param_groups]
+    for entry, parameters in zip(optimizer.param_groups, others, strict=True):
+        entry["params"] = parameters
+    return held
+
+
+class PartSteps:
+    """Steps on parts of what an optimizer holds, made before its own step, which finds no gradients.
+
+    An optimizer may keep numbers in its groups and move them in each `step`; they are put back before each part, and
+    after the optimizer's own step, so that they move once.
+    """
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._numbers: Numbers = []
+        self._moved: Numbers = []
+
+    @contextlib.contextmanager
+    def all_parts(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """The steps on all parts are made inside the body."""
+        self._numbers, self._moved = _numbers_of(optimizer), []
+        try:
+            yield
+        finally:
+            _set_numbers(optimizer, self._numbers)
+
+    @contextlib.contextmanager
+    def one_part(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """The step on one part is made inside the body."""
+        _set_numbers(optimizer, self._numbers)
+        yield
+        self._moved = _numbers_of(optimizer)
+
+    def hide(self, parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Take the gradients of parameters away; returns those with one, and it."""
+        found = [(p, p.grad) for p in parameters if p.grad is not None]
+        for parameter, _ in found:
+            parameter.grad = None
+        self._hidden += found
+        return found
+
+    def show(self) -> None:
+        """Give parameters their gradients again."""
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's own step has been made."""
+        self.show()
+        if self._moved:
+            _set_numbers(optimizer, self._moved)
+
+
+def _numbers_of(optimizer: torch.optim.Optimizer) -> Numbers:
+    """What its groups hold besides parameters."""
+    return [{key: value for key, value in entry.items() if key != "params"} for entry in optimizer.param_groups]
+
+
+def _set_numbers(optimizer: torch.optim.Optimizer, numbers: Numbers) -> None:
+    for entry, given in zip(optimizer.param_groups, numbers, strict=True):
+        entry.update(given)
+
+
 class SwappedStep(StepsOnOthers):
     """The hooks on one optimizer; who inherits says in `_step_parts` what is stepped on."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, places: Collection[int] | None = None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, places: Collection[int]) -> None:
         """Hang it on.
 
         Args:
             optimizer: Whose.
-            places: Of the groups that are stepped on here; those of others are left to the optimizer's own step. None:
-                all.
+            places: Of the groups that are stepped on here; those of others are left to the optimizer's own step.
         """
-        self._at = None if places is None else frozenset(places)
-        super().__init__(optimizer, self._on_step, self._after_step, self._take_state)
+        self._at = frozenset(places)
         self._step = plain_step(optimizer)
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._numbers: list[dict[str, Any]] = []
-        self._moved: list[dict[str, Any]] = []
-        self._take_state(optimizer)
+        self._parts = PartSteps()
+        super().__init__(optimizer, self._on_step, self._after_step, self._take_state)
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep only what this rank keeps of state that already exists."""
@@ -101,83 +189,82 @@ class SwappedStep(StepsOnOthers):
         """Step on everything, part by part, by `_step_on`."""
         raise NotImplementedError
 
+    def _whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """State that this rank keeps of a parameter, as the step takes it."""
+        return state
+
+    def _kept_state(self, state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+        """What this rank keeps of the state of a parameter."""
+        return state
+
     def _groups(self, optimizer: torch.optim.Optimizer) -> Groups:
         """What its groups hold; nothing in place of those that are not stepped on here."""
-        groups = [entry["params"] for entry in optimizer.param_groups]
-        return groups if self._at is None else [one if at in self._at else [] for at, one in enumerate(groups)]
+        return [entry["params"] if at in self._at else [] for at, entry in enumerate(optimizer.param_groups)]
 
-    def _step_on(self, optimizer: torch.optim.Optimizer, part: Groups) -> None:
-        """One step on a part of the parameters.
+    def _step_on(
+        self, optimizer: torch.optim.Optimizer, wholes: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """One step on whole parameters.
 
         Args:
-            optimizer: With their state in its own.
-            part: Group by group, with gradients.
+            optimizer: With the state of those they stand for in its own, before and after it.
+            wholes: The place of the group, the parameter, and what stands for it, with a gradient.
         """
-        for entry, before, parameters in zip(optimizer.param_groups, self._numbers, part, strict=True):
-            entry.update(before)
-            entry["params"] = list(parameters)
-        self._step(optimizer)
-        self._moved = numbers_of(optimizer)
+        groups: Groups = [[] for _ in optimizer.param_groups]
+        for place, parameter, whole in wholes:
+            groups[place].append(whole)
+            state = optimizer.state.pop(parameter, None)
+            if state:
+                optimizer.state[whole] = self._whole_state(state)
+        held = exchange(optimizer, groups)
+        try:
+            with self._parts.one_part(optimizer):
+                self._step(optimizer)
+        finally:
+            exchange(optimizer, held)
+            for _, parameter, whole in wholes:
+                state = optimizer.state.pop(whole, None)
+                if state:
+                    optimizer.state[parameter] = self._kept_state(state, parameter)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check_no_closure("step on whole parameters", (*args[1:], *kwargs.values()))
-        groups = [entry["params"] for entry in optimizer.param_groups]
-        self._numbers, self._moved = numbers_of(optimizer), []
         own = self._groups(optimizer)
-        try:
+        with self._parts.all_parts(optimizer):
             self._step_parts(optimizer, own)
-        finally:
-            for entry, parameters, before in zip(optimizer.param_groups, groups, self._numbers, strict=True):
-                entry.update(before)
-                entry["params"] = parameters
-        for parameters in own:  # the optimizer's own step, which comes now, finds nothing to do
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    self._gradients.append((parameter, parameter.grad))
-                    parameter.grad = None
+        self._parts.hide(p for parameters in own for p in parameters)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        self._gradients.clear()
-        if self._moved:
-            for entry, moved in zip(optimizer.param_groups, self._moved, strict=True):
-                entry.update(moved)
+        self._parts.end(optimizer)
 
 
-def numbers_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What its groups hold besides parameters."""
-    return [{key: value for key, value in entry.items() if key != "params"} for entry in optimizer.param_groups]
+def check_same_groups(
+    problem: str, optimizer: torch.optim.Optimizer, before: list[list[int]], *, expected: str, fix: str
+) -> None:
+    """Raise if the groups of an optimizer hold other parameters than they did, as `ids_of` told.
+
+    Raises:
+        ContractError: They do.
+    """
+    now = ids_of(optimizer)
+    if now != before:
+        raise ContractError(
+            problem,
+            found=f"{len(now)} groups of {listed(map(len, now))} parameters, "
+            f"before {len(before)} of {listed(map(len, before))}, or other ones",
+            expected=expected,
+            fix=fix,
+        )
+
+
+def ids_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """The ids of the parameters in each group."""
+    return [list(map(id, entry["params"])) for entry in optimizer.param_groups]
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The objects whose methods are called before each step of an optimizer, in this order."""
     return [getattr(hook, "__self__", None) for hook in torch_internals.STEP_PRE_HOOKS.of(optimizer).values()]
-
-
-@runtime_checkable
-class StepsPartByPart(Protocol):
-    """What steps on a few parameters after the other, and calls the hooks that exchange tensors itself."""
-
-    def step_part_by_part(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step on everything that has a gradient."""
-
-
-def exchange_last(optimizer: torch.optim.Optimizer) -> None:
-    """Let hooks that exchange tensors come after all others that run before a step: those see what it holds else."""
-    hooks = torch_internals.STEP_PRE_HOOKS.of(optimizer)
-    for kind in (StepsPartByPart, StepsOnOthers):
-        for key in [key for key, one in hooks.items() if isinstance(getattr(one, "__self__", None), kind)]:
-            hooks.move_to_end(key)
-
-
-def exchange_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
-    """The hooks that exchange tensors before a step, and those that put them back."""
-    tables = (torch_internals.STEP_PRE_HOOKS.of(optimizer), torch_internals.STEP_POST_HOOKS.of(optimizer))
-    before, after = (
-        [one for one in hooks.values() if isinstance(getattr(one, "__self__", None), StepsOnOthers)] for hooks in tables
-    )
-    return before, after
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

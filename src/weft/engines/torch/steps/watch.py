@@ -10,7 +10,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from weft import torch_internals
 from weft.engines.peers import Peers, differing
 from weft.engines.torch.hooks.every_optimizer import after_every_step, before_every_step, optimizers_of, parameters_of
 from weft.engines.torch.parts.refuse_pickle import refuse_optimizer_file
-from weft.engines.torch.steps.swapped import replace_closure, step_hooks
+from weft.engines.torch.steps.swapped import StepsOnOthers, replace_closure, step_hooks
 from weft.errors import ContractError, NotSynchronized, listed
 from weft.tensors.checksums import checksums
 from weft.tensors.dtensor import is_sharded, local
@@ -52,15 +53,6 @@ class StepOwner(Protocol):
 
     def settings(self) -> Mapping[str, object]:
         """What of the module has to be equal on all ranks and may change: dropout, training or evaluation."""
-        ...
-
-
-@runtime_checkable
-class StepInParts(Protocol):
-    """Hooks on an optimizer that let it step on parts of its parameters."""
-
-    def is_left_out(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it has stepped without them."""
         ...
 
 
@@ -131,9 +123,8 @@ class Steps:
             steps = optimizer.register_step_pre_hook(self._before)
             # First of all: other hooks read gradients, which may be pending.
             torch_internals.STEP_PRE_HOOKS.of(optimizer).move_to_end(steps.id, last=False)
-            self._seen[optimizer] = _WatchedOptimizer(
-                (steps, optimizer.register_state_dict_post_hook(self._refuse_file))
-            )
+            files = optimizer.register_state_dict_post_hook(partial(refuse_optimizer_file, self._what))
+            self._seen[optimizer] = _WatchedOptimizer((steps, files))
 
     def check_called(self) -> None:
         """Raise if an optimizer that is to step on parts has stepped, and torch has called no hook on it.
@@ -142,7 +133,7 @@ class Steps:
             NotSynchronized: It has; as every rank has done the same, on all of them.
         """
         for optimizer in () if self.number else self._seen:
-            if any(isinstance(one, StepInParts) and one.is_left_out(optimizer) for one in step_hooks(optimizer)):
+            if any(isinstance(one, StepsOnOthers) and one.is_left_out(optimizer) for one in step_hooks(optimizer)):
                 kind = type(optimizer).__name__
                 raise NotSynchronized(
                     f"{self._what}: {kind} steps on whole parameters",
@@ -156,7 +147,7 @@ class Steps:
         """One whose steps are seen is about to step, and no hook on it has run: let it step on tensors of one kind."""
         seen = self._seen.get(optimizer)
         if seen is not None and any(is_sharded(p) for p in parameters_of(optimizer)):
-            from weft.engines.torch.steps.one_kind import step_on_one_kind  # noqa: PLC0415  (DTensors are there)
+            from weft.engines.torch.sharded_step.one_kind import step_on_one_kind  # noqa: PLC0415  (DTensors are there)
 
             seen.handles += step_on_one_kind(optimizer)
 
@@ -210,9 +201,6 @@ class Steps:
             fused = (entry["params"] for entry in optimizer.param_groups if entry.get("fused"))
             torch.autograd.graph.increment_version([p for held in fused for p in held if p.grad is not None])
 
-    def _refuse_file(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        refuse_optimizer_file(self._what, optimizer, state)
-
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner = self._owner()
         if owner is None or self._group is None:
@@ -222,7 +210,8 @@ class Steps:
         self.number += 1
         self._compare(optimizer, owner)
         owner.is_stepped(self.number, optimizer)
-        return self._with_common_loss(optimizer, args, kwargs)
+        # The mean over the ranks, so that optimizers that compare losses decide alike.
+        return replace_closure(args, kwargs, lambda closure: lambda: self._mean(closure(), optimizer))
 
     def _compare(self, optimizer: torch.optim.Optimizer, owner: StepOwner) -> None:
         """Compare settings with those of the other ranks, of which a different one lets weights drift apart."""
@@ -236,10 +225,6 @@ class Steps:
             self._peers.agree(what, facts, fix=_SAME_SETTINGS)
         else:
             self._peers.compare(what, facts, fix=_SAME_SETTINGS)
-
-    def _with_common_loss(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let a closure return the mean over the ranks, so that optimizers that compare losses decide alike."""
-        return replace_closure(args, kwargs, lambda closure: lambda: self._mean(closure(), optimizer))
 
     def _mean(self, loss: Any, optimizer: torch.optim.Optimizer) -> Any:
         if self._group is None or not isinstance(loss, (float, torch.Tensor)):

@@ -26,12 +26,12 @@ from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.local_losses import refuse_local_losses
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
 from weft.engines.torch.parallel.experts.whole_experts import ExpertUnits, SplitRows
-from weft.engines.torch.parts.dtensor_reads import check_reads
+from weft.engines.torch.parts.dtensor_reads import ReadChecks
 from weft.engines.torch.parts.part_gradients import PartGradients
 from weft.engines.torch.parts.refuse_pickle import refuse_states
 from weft.engines.torch.probes.whole_unit import called_around
-from weft.engines.torch.steps.full_params import check_steps_on_shards
-from weft.engines.torch.steps.one_kind import step_on_one_kind
+from weft.engines.torch.sharded_step.full_params import check_steps_on_shards
+from weft.engines.torch.sharded_step.one_kind import step_on_one_kind
 from weft.tensors.blocks import as_dtensor, unsharded_parameter
 from weft.tensors.dtensor import replace_parameters
 from weft.tensors.messages import broadcast
@@ -67,7 +67,7 @@ class DividedExperts:
         away = [p for owner, p in named if owner not in (None, self._line.place)]
         replace_parameters(module, {p: cast("nn.Parameter", empty_elsewhere(p)) for p in away})
         units: dict[str, nn.Module] = dict(packed)
-        self._removable.add(check_reads().release)
+        self._removable.add(ReadChecks().release)
         refuse_states("expert_parallel", module, self._removable)
         self._gradients = gradients = PartGradients("expert_parallel", module)
         layers: dict[str, StackedExperts | ListedExperts] = {}

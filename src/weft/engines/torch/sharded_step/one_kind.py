@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.torch.hooks.every_optimizer import optimizers_of, parameters_of
-from weft.engines.torch.steps.shards import ParameterShard, PartitionedStep
-from weft.engines.torch.steps.swapped import StepsOnOthers, is_elementwise, step_hooks
+from weft.engines.torch.sharded_step.shards import ParameterShard, PartitionedStep
+from weft.engines.torch.steps.swapped import StepsOnOthers, ids_of, is_elementwise, step_hooks
 from weft.tensors.blocks import as_dtensor, full_tensor
 from weft.tensors.dtensor import local
 
@@ -80,8 +80,9 @@ class _OneKind(PartitionedStep):
         return _Copy(parameter, self._copied_over)
 
     @override
-    def _take_other_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        self._take_groups(optimizer)
+    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        if ids_of(optimizer) != self._held:
+            self._take_groups(optimizer)
 
     @override
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,11 +121,10 @@ class _Copy(ParameterShard):
 
     @override
     def as_dtensor(self, value: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = as_dtensor(value, self._mesh, [Replicate()] * self._mesh.ndim)
-        return made
+        return as_dtensor(value, self._mesh, [Replicate()] * self._mesh.ndim)
 
     @override
-    def hidden(self, value: Any) -> Any:
+    def _hide(self, value: Any) -> Any:
         is_plain = isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor)
         return self.as_dtensor(value) if is_plain else value
 

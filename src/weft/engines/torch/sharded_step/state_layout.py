@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft import torch_internals
+from weft.engines.options import StepMeshes
 from weft.tensors.blocks import as_dtensor, chunk, cut_as, full_tensor
 from weft.tensors.dtensor import local
 
@@ -20,34 +22,27 @@ class StateLayout(NamedTuple):
 
     Attributes:
         parameter: Plain, or a DTensor over other axes than `rows`.
-        rows: The rows of what a rank holds of it are cut over this mesh; None: they are not.
+        rows: The rows of what a rank holds of it are cut over this mesh.
         mesh: Of the state.
         placements: Of the state.
     """
 
     parameter: torch.Tensor
-    rows: DeviceMesh | None
+    rows: DeviceMesh
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
 
     def mine(self, part: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of what it holds of a tensor of the parameter's shape, in the same memory."""
-        if self.rows is None:
-            return part
-        start, count = self.place(part.shape[0])
-        return part.narrow(0, start, count)
+        """This rank's rows of what it holds of a tensor of the parameter's shape, in the same memory.
 
-    def place(self, total: int) -> tuple[int, int]:
-        """Where its rows begin, and how many there are, of so many; as torch.chunk and FSDP2 cut."""
-        if self.rows is None:
-            return 0, total
-        return chunk(total, self.rows.size(), self.rows.get_local_rank())
+        They are those that torch.chunk and FSDP2 cut.
+        """
+        return part.narrow(0, *chunk(part.shape[0], self.rows.size(), self.rows.get_local_rank()))
 
     def dtensor(self, rows: torch.Tensor) -> torch.Tensor:
         """This rank's part of state as others see it."""
         of = self.parameter
-        made: torch.Tensor = as_dtensor(rows, self.mesh, self.placements, of.shape, of.stride())
-        return made
+        return as_dtensor(rows, self.mesh, self.placements, of.shape, of.stride())
 
     def part(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of state that is whole, or cut in any way. Collectives: if it is cut in another way."""
@@ -58,19 +53,21 @@ class StateLayout(NamedTuple):
         return self.mine(held).clone(memory_format=torch.contiguous_format)
 
 
-def state_layout(parameter: torch.Tensor, rows: DeviceMesh | None, cut: DeviceMesh | None) -> StateLayout | None:
-    """Where the state of a parameter lies; None if it is whole on every rank.
+def state_layout(parameter: torch.Tensor, mesh: DeviceMesh | None, others: StepMeshes) -> StateLayout | None:
+    """Where the state of a parameter lies of which each rank keeps its rows; None: it lies as the parameter does.
 
     Args:
         parameter: Plain, or a DTensor.
-        rows: Over which the rows of what a rank holds are cut; None: they are not.
-        cut: The part of our mesh that has cut a DTensor.
+        mesh: Over which the rows of what a rank holds are cut; None: they are not.
+        others: Parameters for which that is otherwise.
     """
-    if not isinstance(parameter, DTensor):
-        return None if rows is None or not parameter.dim() else StateLayout(parameter, rows, rows, (Shard(0),))
-    assert cut is not None
+    rows, cut = others.get(cast("nn.Parameter", parameter), (mesh, None))
     if rows is None or not parameter.dim():
-        return StateLayout(parameter, None, cut, tuple(parameter.placements))
+        return None
+    if not isinstance(parameter, DTensor):
+        return StateLayout(parameter, rows, rows, (Shard(0),))
+    if cut is None:
+        return None
     pieces = math.prod(cut.size(dim) for dim, one in enumerate(parameter.placements) if one == Shard(0))
     first = Shard(0) if pieces == 1 else torch_internals.strided_shard(0, split_factor=pieces)
     return StateLayout(parameter, rows, _joined(rows, cut), (first, *parameter.placements))

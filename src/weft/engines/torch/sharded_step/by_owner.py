@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.rebind import state_as
-from weft.engines.torch.steps.swapped import Groups, SwappedStep
-from weft.errors import ContractError, listed
-from weft.tensors.blocks import Block, full_tensor
+from weft.engines.torch.steps.swapped import Groups, SwappedStep, check_same_groups, ids_of
+from weft.tensors.blocks import Block, divided_as, full_tensor
 from weft.tensors.dtensor import local
 from weft.tensors.nested import map_tensors
 
@@ -34,6 +32,7 @@ class Owned(NamedTuple):
     """One parameter and its owner.
 
     Attributes:
+        group: The place of its group in the optimizer.
         parameter: Plain or a DTensor.
         owner: The rank that steps on it.
         blocks: What each rank holds of it.
@@ -41,6 +40,7 @@ class Owned(NamedTuple):
         nbytes: Of the whole.
     """
 
+    group: int
     parameter: torch.Tensor
     owner: int
     blocks: tuple[Block, ...]
@@ -53,15 +53,15 @@ class Owned(NamedTuple):
         return self.sources != (self.owner,)
 
 
-def assign_owners(
-    parameters: Sequence[torch.Tensor], blocks: Sequence[tuple[Block, ...]], num_ranks: int
-) -> list[Owned]:
-    """Choose owners so that work and memory are balanced.
+def assign_owners(groups: Groups, blocks: Sequence[tuple[Block, ...]], num_ranks: int) -> list[Owned]:
+    """Choose owners of the parameters in groups so that work and memory are balanced.
 
     The work is that of a product of the matrix with itself, as Muon and Shampoo do: elements times the shorter side.
     The largest come first, each to the rank with the least work of those that do not hold more than a quarter above
     their share of the memory: so a rank ends with 1.25 times its share and one matrix at most.
     """
+    places = [place for place, one in enumerate(groups) for _ in one]
+    parameters = [p for one in groups for p in one]
     sizes = [p.numel() * p.element_size() for p in parameters]
     share = sum(sizes) / num_ranks
     work, held = [0.0] * num_ranks, [0] * num_ranks
@@ -73,28 +73,24 @@ def assign_owners(
         work[owner] += _cost(parameters[place])
         held[owner] += sizes[place]
     return [
-        Owned(p, owner, found, _sources(found, owner), size)
-        for p, owner, found, size in zip(parameters, chosen, blocks, sizes, strict=True)
+        Owned(place, p, owner, found, _sources(found, owner), size)
+        for place, p, owner, found, size in zip(places, parameters, chosen, blocks, sizes, strict=True)
     ]
 
 
-def owner_rounds(every: Sequence[Owned], num_ranks: int) -> list[list[int]]:
-    """Cut the parameters into rounds in which each owner steps on few bytes: one matrix, or several small ones.
-
-    Returns:
-        Places in `every`, round by round.
-    """
+def owner_rounds(every: Sequence[Owned], num_ranks: int) -> list[list[Owned]]:
+    """Cut the parameters into rounds in which each owner steps on few bytes: one matrix, or several small ones."""
     limit = max([_ROUND_BYTES, *(one.nbytes for one in every)])
     number, filled = [0] * num_ranks, [0] * num_ranks
-    found: list[list[int]] = []
-    for place, one in enumerate(every):
+    found: list[list[Owned]] = []
+    for one in every:
         if filled[one.owner] and filled[one.owner] + one.nbytes > limit:
             number[one.owner] += 1
             filled[one.owner] = 0
         filled[one.owner] += one.nbytes
         while len(found) <= number[one.owner]:
             found.append([])
-        found[number[one.owner]].append(place)
+        found[number[one.owner]].append(one)
     return found
 
 
@@ -120,8 +116,8 @@ class OwnerStep(SwappedStep):
         optimizer: torch.optim.Optimizer,
         group: dist.ProcessGroup,
         blocks: Sequence[tuple[Block, ...]],
-        share: Callable[[Any, int], Any],
-        places: Collection[int] | None = None,
+        share: Callable[..., Any],
+        places: Collection[int],
     ) -> None:
         """Hang it on. Collectives: if there is state in shards, which is made whole.
 
@@ -129,22 +125,19 @@ class OwnerStep(SwappedStep):
             optimizer: Over plain or sharded parameters.
             group: All ranks that hold them.
             blocks: What each rank of it holds, parameter by parameter.
-            share: Gives all ranks a nested value of one of them.
-            places: Of the groups that are stepped on here, whose parameters have owners; None: all.
+            share: Gives all ranks a nested value of the one that is their `source`.
+            places: Of the groups that are stepped on here, whose parameters have owners.
         """
-        self._at = None if places is None else frozenset(places)
+        super().__init__(optimizer, places)
         self._group: dist.ProcessGroup | None = group
         self._rank = dist.get_rank(group)
         self._share = share
-        groups = self._groups(optimizer)
-        self._held = [[id(p) for p in parameters] for parameters in groups]
-        parameters = [p for one in groups for p in one]
-        self._every = assign_owners(parameters, blocks, dist.get_world_size(group))
+        self._held = ids_of(optimizer)
+        self._every = assign_owners(self._groups(optimizer), blocks, dist.get_world_size(group))
         self._rounds = owner_rounds(self._every, dist.get_world_size(group))
-        self._places = [place for place, one in enumerate(groups) for _ in one]
         others = {id(one.parameter) for one in self._every if one.owner != self._rank}
         self._mine = {id(p) for p in parameters_of(optimizer)} - others
-        super().__init__(optimizer, places)
+        self._take_state(optimizer)
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether this rank keeps the state of a parameter."""
@@ -154,12 +147,13 @@ class OwnerStep(SwappedStep):
         """Let the process group go."""
         self._group = None
 
+    @override
     def undo(self) -> None:
         """Take the hooks off and give every rank its part of all state. Collectives: two broadcasts per parameter."""
         optimizer = self._unhook()
         states: Any = {} if optimizer is None else optimizer.state
         for one in self._every:
-            state = self._share(states.get(one.parameter), one.owner)
+            state = self._share(states.get(one.parameter), source=one.owner)
             if state:
                 states[one.parameter] = map_tensors(partial(state_as, parameter=one.parameter), dict(state))
         self._every, self._rounds = [], []
@@ -176,47 +170,30 @@ class OwnerStep(SwappedStep):
 
     @override
     def _step_parts(self, optimizer: torch.optim.Optimizer, groups: Groups) -> None:
-        if [[id(p) for p in group] for group in groups] != self._held:
-            raise ContractError(
-                "gather_step: the optimizer got other parameters after its parameters got owners",
-                found=f"{len(groups)} groups of {listed(map(len, groups))} parameters, before {len(self._held)} of "
-                f"{listed(map(len, self._held))}, or other ones",
-                expected="add_param_group before gather_step",
-                fix='optimizer.add_param_group(...); optimizer, ctx = weft.gather_step(optimizer, ctx, by="owner")',
-            )
-        for places in self._rounds:
-            live = [place for place in places if self._every[place].parameter.grad is not None]
+        check_same_groups(
+            "gather_step: the optimizer got other parameters after its parameters got owners",
+            optimizer,
+            self._held,
+            expected="add_param_group before gather_step",
+            fix='optimizer.add_param_group(...); optimizer, ctx = weft.gather_step(optimizer, ctx, by="owner")',
+        )
+        for every in self._rounds:
+            live = [one for one in every if one.parameter.grad is not None]
             if live:
                 self._one_round(optimizer, live)
 
     @torch.no_grad()
-    def _one_round(self, optimizer: torch.optim.Optimizer, places: list[int]) -> None:
-        parts = [(self._every[place], _parts(self._every[place].parameter)) for place in places]
-        wholes = {place: self._whole(*pair) for place, pair in zip(places, parts, strict=True) if self._is_mine(place)}
+    def _one_round(self, optimizer: torch.optim.Optimizer, live: list[Owned]) -> None:
+        parts = [(one, _parts(one.parameter)) for one in live]
+        mine = [(one, self._whole(one, held)) for one, held in parts if one.owner == self._rank]
         if any(one.is_cut for one, _ in parts):
-            self._collect(parts, list(wholes.values()))
-        for place, whole in wholes.items():
-            state = optimizer.state.pop(self._every[place].parameter, None)
-            if state:
-                optimizer.state[whole] = state
-        if wholes:
-            chosen: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
-            for place, whole in wholes.items():
-                chosen[self._places[place]].append(whole)
-            try:
-                with torch.enable_grad():
-                    self._step_on(optimizer, chosen)
-            finally:
-                for place, whole in wholes.items():
-                    state = optimizer.state.pop(whole, None)
-                    if state:
-                        optimizer.state[self._every[place].parameter] = state
-        self._spread(parts, list(wholes.values()))
+            self._collect(parts, mine)
+        if mine:
+            with torch.enable_grad():
+                self._step_on(optimizer, [(one.group, one.parameter, whole) for one, whole in mine])
+        self._spread(parts, mine)
         # The memory of parameters changed without torch noticing: their version is what tells others.
-        torch.autograd.graph.increment_version([one.parameter for one, _ in parts])
-
-    def _is_mine(self, place: int) -> bool:
-        return self._every[place].owner == self._rank
+        torch.autograd.graph.increment_version([one.parameter for one in live])
 
     def _whole(self, one: Owned, parts: tuple[torch.Tensor, torch.Tensor]) -> nn.Parameter:
         """What the owner steps on: its own memory if it holds all, else memory for the blocks of all."""
@@ -225,23 +202,23 @@ class OwnerStep(SwappedStep):
         whole.grad = gradient.new_empty(one.parameter.shape) if one.is_cut else gradient
         return whole
 
-    def _collect(self, parts: list[_Pair], wholes: list[nn.Parameter]) -> None:
+    def _collect(self, parts: list[_Pair], mine: list[tuple[Owned, nn.Parameter]]) -> None:
         """Send blocks of parameters and gradients to the owners."""
         there = self._outlets()
         for one, held in parts:
             if one.is_cut and self._rank in one.sources:
                 there[one.owner] += held
         here = self._outlets()
-        for one, whole in zip([one for one, _ in parts if one.owner == self._rank], wholes, strict=True):
+        for one, whole in mine:
             for source in one.sources if one.is_cut else ():
                 assert whole.grad is not None
                 here[source] += [whole.data[one.blocks[source].slices], whole.grad[one.blocks[source].slices]]
         self._exchange(there, here)
 
-    def _spread(self, parts: list[_Pair], wholes: list[nn.Parameter]) -> None:
+    def _spread(self, parts: list[_Pair], mine: list[tuple[Owned, nn.Parameter]]) -> None:
         """Send blocks of what the owners stepped on to all who hold them."""
         there = self._outlets()
-        for one, whole in zip([one for one, _ in parts if one.owner == self._rank], wholes, strict=True):
+        for one, whole in mine:
             for rank, block in enumerate(one.blocks):
                 there[rank].append(whole.data[block.slices])
         here = self._outlets()
@@ -275,11 +252,8 @@ _Pair = tuple[Owned, tuple[torch.Tensor, torch.Tensor]]
 
 def _parts(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What this rank holds of a parameter and of its gradient."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    return local(parameter.detach()), local(gradient)
+    assert parameter.grad is not None
+    return local(parameter.detach()), local(divided_as(parameter.grad, parameter))
 
 
 def _room(tensor: torch.Tensor) -> int:

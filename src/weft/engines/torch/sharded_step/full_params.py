@@ -8,7 +8,8 @@ other, stepped as in one process, and cut again. State of the parameter's shape 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,13 +20,13 @@ from typing_extensions import override
 
 from weft.checks import is_of
 from weft.engines.options import StepMeshes
-from weft.engines.torch.compute.combined_optimizer import kinds_of
 from weft.engines.torch.hooks.every_optimizer import parameters_of
-from weft.engines.torch.steps.state_layout import state_layout
+from weft.engines.torch.sharded_step.state_layout import state_layout
+from weft.engines.torch.steps.combined_optimizer import kinds_of
 from weft.engines.torch.steps.swapped import Groups, SwappedStep, is_elementwise, step_hooks
 from weft.errors import OrderError
 from weft.tensors.blocks import full_tensor, redistributed_as
-from weft.tensors.nested import map_tensors, tensors
+from weft.tensors.nested import map_tensors
 
 _LOOK_AT_WHOLE = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
 
@@ -34,11 +35,7 @@ class WholeStep(SwappedStep):
     """The hooks on one optimizer."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        mesh: DeviceMesh | None,
-        others: StepMeshes,
-        places: Collection[int] | None = None,
+        self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes, places: Collection[int]
     ) -> None:
         """Hang it on.
 
@@ -46,73 +43,51 @@ class WholeStep(SwappedStep):
             optimizer: Over plain or sharded parameters.
             mesh: State of plain parameters is cut over it between steps; None: it stays whole.
             others: Parameters for which that is otherwise.
-            places: Of the groups that are stepped on here; None: all.
+            places: Of the groups that are stepped on here.
         """
-        self._others = others
-        self._mesh = mesh
         super().__init__(optimizer, places)
+        self._layout_of = partial(state_layout, mesh=mesh, others=others)
+        self._take_state(optimizer)
 
-    def undo(self) -> None:
-        """Take the hooks off. State of plain parameters is made whole: one all-gather per tensor."""
-        optimizer = self._unhook()
-        for parameter, state in self._states(optimizer):
-            if not isinstance(parameter, DTensor) or parameter in self._others:
-                state.update(map_tensors(functools.partial(_joined, parameter=parameter), dict(state)))
-
-    def is_left_out(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer has stepped without these hooks: its state is whole, which is cut here."""
-        return any(
-            value.dim() and value.shape == p.shape and not isinstance(value, DTensor)
-            for p, state in self._states(optimizer)
-            if self._others.get(cast("nn.Parameter", p), (self._mesh, None))[0] is not None
-            for value in tensors(dict(state))
-        )
-
-    def _states(self, optimizer: torch.optim.Optimizer | None) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    def _states(self, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
         """The parameters that are stepped on here and have state, with it."""
-        if optimizer is None:
-            return []
         held = [p for parameters in self._groups(optimizer) for p in parameters]
         return [(p, optimizer.state[p]) for p in held if p in optimizer.state]
+
+    @override
+    def _kept_in_rows(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
+        return [p for p, _ in self._states(optimizer) if self._layout_of(p) is not None]
 
     @override
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep only this rank's part of state that already exists."""
         for parameter, state in self._states(optimizer):
-            state.update(self._cut(state, parameter))
+            state.update(self._kept_state(state, parameter))
 
     @override
     def _step_parts(self, optimizer: torch.optim.Optimizer, groups: Groups) -> None:
         for place, parameters in enumerate(groups):
             for parameter in parameters:
                 if parameter.grad is not None:
-                    self._step_one(optimizer, place, parameter)
+                    whole = nn.Parameter(full_tensor(parameter.detach()))
+                    whole.grad = full_tensor(parameter.grad)
+                    self._step_on(optimizer, [(place, parameter, whole)])
+                    with torch.no_grad():
+                        parameter.copy_(redistributed_as(whole.detach(), parameter))
 
-    def _step_one(self, optimizer: torch.optim.Optimizer, place: int, parameter: torch.Tensor) -> None:
-        whole = nn.Parameter(_whole(parameter.detach()))
-        whole.grad = _whole(parameter.grad) if parameter.grad is not None else None
-        state = optimizer.state.pop(parameter, None)
-        if state is not None:
-            optimizer.state[whole] = map_tensors(_whole, dict(state))
-        try:
-            self._step_on(optimizer, [[whole] if at == place else [] for at in range(len(optimizer.param_groups))])
-        finally:
-            state = optimizer.state.pop(whole, {})
-            optimizer.state[parameter] = self._cut(state, parameter)
-        with torch.no_grad():
-            parameter.copy_(redistributed_as(whole.detach(), parameter))
+    @override
+    def _whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return map_tensors(full_tensor, dict(state))
 
-    def _cut(self, state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-        """The state of a parameter; of tensors of its shape, also in lists and dicts, this rank's part."""
-        return map_tensors(lambda value: self._part(value, parameter), dict(state))
+    @override
+    def _kept_state(self, state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+        """Of tensors of the parameter's shape, also in lists and dicts, this rank's part."""
+        return map_tensors(partial(self._part, parameter), dict(state))
 
-    def _part(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    def _part(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if not value.dim() or value.shape != parameter.shape:
             return value
-        rows, cut = self._others.get(cast("nn.Parameter", parameter), (self._mesh, None))
-        if rows is None or (isinstance(parameter, DTensor) and cut is None):
-            return redistributed_as(value, parameter)
-        layout = state_layout(parameter, rows, cut)
+        layout = self._layout_of(parameter)
         return redistributed_as(value, parameter) if layout is None else layout.dtensor(layout.part(value))
 
 
@@ -123,14 +98,10 @@ def _is_uneven(parameter: torch.Tensor) -> bool:
     """
     if not parameter.is_complex() or not isinstance(parameter, DTensor):
         return False
-    return any(parameter.shape[dim] % size for dim, size in _cuts(parameter))
-
-
-def _cuts(parameter: DTensor) -> Iterator[tuple[int, int]]:
-    """The dimensions in which it is cut, and into how many parts."""
-    for axis, placement in enumerate(parameter.placements):
-        if placement.is_shard():
-            yield cast("Shard", placement).dim, parameter.device_mesh.size(axis)
+    return any(
+        placement.is_shard() and parameter.shape[cast("Shard", placement).dim] % parameter.device_mesh.size(axis)
+        for axis, placement in enumerate(parameter.placements)
+    )
 
 
 def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
@@ -150,8 +121,7 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
     problem = _problem_of(kind)
     if problem is None and any(_is_uneven(p) for p in parameters_of(optimizer)):
         problem = "cannot step on complex shards that differ in size: torch would lose its steps"
-    gathers = any(isinstance(one, SwappedStep) or getattr(one, "by_request", False) for one in step_hooks(optimizer))
-    if problem is None or gathers:
+    if problem is None or any(getattr(one, "by_request", False) for one in step_hooks(optimizer)):
         return
     name = kind.__name__
     couples_all = issubclass(kind, torch.optim.LBFGS)
@@ -175,11 +145,3 @@ def _problem_of(kind: type[Any]) -> str | None:
     if is_of(kind, "bitsandbytes"):
         return "cannot step on shards: bitsandbytes has its kernels for plain tensors only"
     return None
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    return full_tensor(value) if isinstance(value, DTensor) else value
-
-
-def _joined(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    return redistributed_as(value, parameter) if isinstance(value, DTensor) else value

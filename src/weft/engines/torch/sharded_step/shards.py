@@ -12,7 +12,7 @@ update of an element depends on that element alone; see `WholeStep` for the othe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,11 +24,11 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.options import StepMeshes
-from weft.engines.torch.steps.state_layout import StateLayout, state_layout
-from weft.engines.torch.steps.swapped import StepsOnOthers, after_closure
-from weft.errors import ContractError, listed
-from weft.tensors.blocks import cut_as, redistributed_as, sharded_as
+from weft.engines.torch.sharded_step.state_layout import StateLayout, state_layout
+from weft.engines.torch.steps.swapped import Groups, StepsOnOthers, after_closure, check_same_groups, ids_of
+from weft.tensors.blocks import divided_as, redistributed_as, sharded_as
 from weft.tensors.dtensor import local
+from weft.tensors.messages import grouped, in_buckets
 from weft.tensors.pairwise import PairGather, as_real
 
 _BUCKET_BYTES = 25 * 2**20
@@ -54,8 +54,8 @@ class ParameterShard:
         """A tensor of the state as others see it."""
         raise NotImplementedError
 
-    def hidden(self, value: Any) -> Any:
-        """State as the step sees it: this rank's part."""
+    def part(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of the state as the step sees it: this rank's part."""
         raise NotImplementedError
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
@@ -87,7 +87,7 @@ class ParameterShard:
         """The state that others see, as the step sees it."""
         known = self._known
         return {
-            key: known[key][0] if key in known and known[key][1] is value else self.hidden(value)
+            key: known[key][0] if key in known and known[key][1] is value else self._hide(value)
             for key, value in state.items()
         }
 
@@ -100,12 +100,19 @@ class ParameterShard:
         }
         return {key: value for key, (_, value) in self._known.items()}
 
+    def _hide(self, value: Any) -> Any:
+        return self.part(value) if _is_like(value, self.parameter) else value
+
     def _show(self, value: Any) -> Any:
-        cut = isinstance(value, torch.Tensor) and value.dim() and value.shape == self.values.shape
-        return self.as_dtensor(value) if cut else value
+        return self.as_dtensor(value) if _is_like(value, self.values) else value
 
 
-class _Shard(ParameterShard):
+def _is_like(value: object, tensor: torch.Tensor) -> bool:
+    """Whether a part of the state has the shape of a tensor, and is no number."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == tensor.shape
+
+
+class HeldShard(ParameterShard):
     """The shard of one parameter that is a DTensor."""
 
     def __init__(self, parameter: DTensor) -> None:
@@ -121,23 +128,14 @@ class _Shard(ParameterShard):
             self.values.data = values
             self.place = values.data_ptr()
         gradient = self.parameter.grad
-        if isinstance(gradient, DTensor):
-            if gradient.placements != sharded.placements:  # of a sum over ranks
-                gradient = gradient.redistribute(placements=sharded.placements)
-            gradient = gradient.to_local()
-        elif gradient is not None:  # a whole one that was assigned
-            gradient = local(cut_as(gradient, sharded))
-        self.values.grad = gradient
+        self.values.grad = None if gradient is None else cast("DTensor", divided_as(gradient, sharded)).to_local()
 
     @override
     def as_dtensor(self, value: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = sharded_as(value, self._sharded)
-        return made
+        return sharded_as(value, self._sharded)
 
     @override
-    def hidden(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != self._sharded.shape:
-            return value
+    def part(self, value: torch.Tensor) -> torch.Tensor:
         alike = isinstance(value, DTensor) and value.placements == self._sharded.placements
         return local(value if alike else redistributed_as(value, self.parameter))
 
@@ -145,10 +143,10 @@ class _Shard(ParameterShard):
 class _Rows(ParameterShard):
     """The rows of what this rank holds of one parameter: of all of it, or of its part of a DTensor."""
 
-    def __init__(self, parameter: nn.Parameter, layout: StateLayout, mesh: DeviceMesh) -> None:
+    def __init__(self, parameter: nn.Parameter, layout: StateLayout) -> None:
         self._layout = layout
         self._is_cut = isinstance(parameter, DTensor)
-        self.mesh = mesh
+        self.mesh = mesh = layout.rows
         self.whole = self._held(parameter.data)
         total = self.whole.shape[0]
         self.per_rank = -(-total // mesh.size())  # as torch.chunk and FSDP2 cut
@@ -217,20 +215,12 @@ class _Rows(ParameterShard):
         return self._layout.dtensor(value)
 
     @override
-    def hidden(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != self.parameter.shape:
-            return value
+    def part(self, value: torch.Tensor) -> torch.Tensor:
         return self._layout.part(value)
 
 
 class PartitionedStep(StepsOnOthers):
-    """The hooks on one optimizer.
-
-    Attributes:
-        by_request: Of a transform.
-    """
-
-    by_request = True
+    """The hooks on one optimizer."""
 
     def __init__(
         self,
@@ -266,28 +256,19 @@ class PartitionedStep(StepsOnOthers):
             if isinstance(part, _Rows):
                 part.forget_group()
 
+    @override
     def undo(self) -> None:
         """Take the hooks off and make the state of plain parameters whole: one all-gather per tensor of it."""
-        optimizer = self._unhook()
-        for part in self._all():
-            state = {} if optimizer is None or isinstance(part, _Shard) else optimizer.state.get(part.parameter, {})
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    state[key] = redistributed_as(value, part.parameter)
+        super().undo()
         self._parts = []
         self.release()
 
-    def is_left_out(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer has stepped without these hooks: its state is whole, which is cut here."""
-        return any(
-            isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == part.parameter.shape
-            for part in self._all()
-            if isinstance(part, _Rows)
-            for value in optimizer.state.get(part.parameter, {}).values()
-        )
+    @override
+    def _kept_in_rows(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
+        return [part.parameter for part in self._all() if isinstance(part, _Rows)]
 
     def _take_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        self._held = _ids(optimizer)
+        self._held = ids_of(optimizer)
         self._parts = [
             [self._part_of(p) if self._at is None or at in self._at else None for p in entry["params"]]
             for at, entry in enumerate(optimizer.param_groups)
@@ -295,7 +276,10 @@ class PartitionedStep(StepsOnOthers):
 
     def _part_of(self, parameter: nn.Parameter) -> ParameterShard | None:
         """What is stepped on in the place of a parameter; None: itself."""
-        return _part(parameter, self._mesh, self._others)
+        layout = state_layout(parameter, self._mesh, self._others)
+        if layout is not None:
+            return _Rows(parameter, layout)
+        return HeldShard(parameter) if isinstance(parameter, DTensor) else None
 
     def _all(self) -> Iterator[ParameterShard]:
         for group in self._parts:
@@ -313,11 +297,10 @@ class PartitionedStep(StepsOnOthers):
 
     def _exchange(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the optimizer hold this rank's parts."""
-        if _ids(optimizer) != self._held:
-            self._take_other_groups(optimizer)
+        self._check_groups(optimizer)
         for part in self._all():
             part.enter(optimizer)
-        others = [
+        others: Groups = [
             [p if part is None else part.values for p, part in zip(entry["params"], group, strict=True)]
             for entry, group in zip(optimizer.param_groups, self._parts, strict=True)
         ]
@@ -334,13 +317,12 @@ class PartitionedStep(StepsOnOthers):
         self._give_back(optimizer)
         return [part for part in self._all() if part.leave(optimizer)]
 
-    def _take_other_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer holds other parameters than it did."""
-        now = _ids(optimizer)
-        raise ContractError(
+    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has to hold the parameters that it did."""
+        check_same_groups(
             "zero_partition: the optimizer got other parameters after it was partitioned",
-            found=f"{len(now)} groups of {listed(map(len, now))} parameters, "
-            f"before {len(self._held)} of {listed(map(len, self._held))}, or other ones",
+            optimizer,
+            self._held,
             expected="add_param_group before zero_partition",
             fix="optimizer.add_param_group(...); model, optimizer, ctx = weft.zero_partition(...)",
         )
@@ -350,9 +332,7 @@ class PartitionedStep(StepsOnOthers):
             return
         assert not self._released
         for mesh in self._meshes:
-            self._gather_over(
-                mesh, stepped if len(self._meshes) == 1 else [rows for rows in stepped if rows.mesh is mesh]
-            )
+            self._gather_over(mesh, [rows for rows in stepped if rows.mesh is mesh])
 
     def _gather_over(self, mesh: DeviceMesh, stepped: list[_Rows]) -> None:
         group = mesh.get_group()
@@ -372,34 +352,10 @@ class PartitionedStep(StepsOnOthers):
                 self._kept[id(mesh)] = (places, sent)
 
 
-def shard_of(parameter: torch.Tensor) -> ParameterShard:
-    """The shard of a DTensor, to step on."""
-    return _Shard(cast("DTensor", parameter))
-
-
-def _ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
-    return [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
-
-
-def _part(parameter: nn.Parameter, mesh: DeviceMesh | None, others: StepMeshes) -> ParameterShard | None:
-    rows, cut = others.get(parameter, (mesh, None))
-    if isinstance(parameter, DTensor) and (rows is None or cut is None or not parameter.dim()):
-        return _Shard(parameter)
-    layout = None if rows is None else state_layout(parameter, rows, cut)
-    return None if layout is None or rows is None else _Rows(parameter, layout, rows)
-
-
 def _cut(small: list[_Rows]) -> list[list[_Rows]]:
     """Cut parameters into buckets of one dtype and a limited size, in their order."""
-    buckets: list[list[_Rows]] = []
-    filled = 0
-    for rows in small:
-        if not buckets or filled > _BUCKET_BYTES or buckets[-1][0].parameter.dtype != rows.parameter.dtype:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(rows)
-        filled += rows.nbytes
-    return buckets
+    alike = grouped(small, lambda rows: rows.parameter.dtype).values()
+    return [bucket for same in alike for bucket in in_buckets(same, lambda rows: rows.nbytes, _BUCKET_BYTES)]
 
 
 class _RowsGather:

@@ -6,25 +6,18 @@ that of one part at a time is there in both forms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from weft import torch_internals
-from weft.engines.torch.compute.combined_optimizer import plain_step
 from weft.engines.torch.hooks.every_optimizer import parameters_of
-from weft.engines.torch.steps.swapped import (
-    after_closure,
-    exchange_hooks,
-    exchange_last,
-    numbers_of,
-    step_hooks,
-)
+from weft.engines.torch.steps.combined_optimizer import plain_step
+from weft.engines.torch.steps.swapped import PartSteps, StepsOnOthers, after_closure, step_hooks
 from weft.tensors.dtensor import local
-
-_Pair = tuple[torch.Tensor, torch.Tensor]
+from weft.tensors.messages import in_buckets
 
 
 class AroundPart(NamedTuple):
@@ -38,7 +31,7 @@ class AroundPart(NamedTuple):
 
     ready: Callable[[Sequence[torch.Tensor]], None]
     put_away: Callable[[Sequence[torch.Tensor]], None]
-    part_bytes: int
+    part_bytes: int = 64 * 2**20
 
 
 def step_by_parts(optimizer: torch.optim.Optimizer, around: AroundPart) -> Callable[[], None]:
@@ -67,8 +60,7 @@ class StepByParts:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.around: list[AroundPart] = []
-        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._moved: list[dict[str, Any]] | None = None
+        self._steps = PartSteps()
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -84,68 +76,49 @@ class StepByParts:
             handle.remove()
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return after_closure(args, kwargs, lambda: self.step_part_by_part(optimizer))
+        return after_closure(args, kwargs, lambda: self._step_part_by_part(optimizer))
 
-    def step_part_by_part(self, optimizer: torch.optim.Optimizer) -> None:
+    def _step_part_by_part(self, optimizer: torch.optim.Optimizer) -> None:
         """Step on everything that has a gradient; the optimizer's own step, which comes then, finds none."""
         step, given = plain_step(optimizer), ((optimizer,), dict[str, Any]())
-        before, after = exchange_hooks(optimizer)
-        live = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
-        for parameter, _ in live:
-            parameter.grad = None
-        self._hidden = live
-        # An optimizer may keep numbers in its groups that move in each step: they move once.
-        numbers = moved = numbers_of(optimizer)
+        tables = (torch_internals.STEP_PRE_HOOKS.of(optimizer), torch_internals.STEP_POST_HOOKS.of(optimizer))
+        before, after = ([hook for hook in hooks.values() if _is_of(hook, StepsOnOthers)] for hooks in tables)
+        live = self._steps.hide(parameters_of(optimizer))
+        most = min(one.part_bytes for one in self.around)
         try:
-            for part in self._parts(live):
-                parameters = [parameter for parameter, _ in part]
-                for parameter, gradient in part:
-                    parameter.grad = gradient
-                for one in reversed(self.around):
-                    one.ready(parameters)
-                self._set_numbers(optimizer, numbers)
-                for hook in before:
-                    hook(optimizer, *given)
-                step(optimizer)
-                for hook in after:
-                    hook(optimizer, *given)
-                moved = numbers_of(optimizer)
-                for one in self.around:
-                    one.put_away(parameters)
-                for parameter in parameters:
-                    parameter.grad = None
+            with self._steps.all_parts(optimizer):
+                for part in in_buckets(live, lambda pair: local(pair[0]).nbytes, most):
+                    parameters = [parameter for parameter, _ in part]
+                    for parameter, gradient in part:
+                        parameter.grad = gradient
+                    for one in reversed(self.around):
+                        one.ready(parameters)
+                    with self._steps.one_part(optimizer):
+                        for hook in before:
+                            hook(optimizer, *given)
+                        step(optimizer)
+                        for hook in after:
+                            hook(optimizer, *given)
+                    for one in self.around:
+                        one.put_away(parameters)
+                    for parameter in parameters:
+                        parameter.grad = None
         except BaseException:
-            self._show_gradients()
+            self._steps.show()
             raise
-        self._set_numbers(optimizer, numbers)
-        self._moved = moved if live else None
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._show_gradients()
-        if self._moved is not None:
-            self._set_numbers(optimizer, self._moved)
-        self._moved = None
+        self._steps.end(optimizer)
 
-    @staticmethod
-    def _set_numbers(optimizer: torch.optim.Optimizer, numbers: Sequence[dict[str, Any]]) -> None:
-        for entry, before in zip(optimizer.param_groups, numbers, strict=True):
-            entry.update(before)
 
-    def _show_gradients(self) -> None:
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden = []
+def exchange_last(optimizer: torch.optim.Optimizer) -> None:
+    """Let hooks that exchange tensors come after all others that run before a step: those see what it holds else."""
+    hooks = torch_internals.STEP_PRE_HOOKS.of(optimizer)
+    for kind in (StepByParts, StepsOnOthers):
+        for key in [key for key, hook in hooks.items() if _is_of(hook, kind)]:
+            hooks.move_to_end(key)
 
-    def _parts(self, live: Sequence[_Pair]) -> Iterator[list[_Pair]]:
-        most = min(one.part_bytes for one in self.around)
-        part: list[_Pair] = []
-        filled = 0
-        for one in live:
-            size = local(one[0]).nbytes
-            if part and filled + size > most:
-                yield part
-                part, filled = [], 0
-            part.append(one)
-            filled += size
-        if part:
-            yield part
+
+def _is_of(hook: object, kind: type[Any]) -> bool:
+    """Whether a hook is a method of an object of this class."""
+    return isinstance(getattr(hook, "__self__", None), kind)
