@@ -54,6 +54,11 @@ def check_torch(what: str, least: str, why: str) -> None:
         )
 
 
+def option_error(what: str, name: str, value: object, *, expected: str, fix: str) -> ValueError:
+    """What to raise for an argument whose value cannot be used."""
+    return value_error(f"{what}: {name} = {value!r} cannot be used", found=repr(value), expected=expected, fix=fix)
+
+
 def check_count(what: str, name: str, value: object, *, least: int = 1, below: int | None = None, fix: str) -> None:
     """Raise unless a value is a whole number, and neither too small nor too large.
 
@@ -78,12 +83,8 @@ def check_count(what: str, name: str, value: object, *, least: int = 1, below: i
           fix:      f(steps=1)
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (below is not None and value >= below):
-        raise value_error(
-            f"{what}: {name} = {value!r} cannot be used",
-            found=repr(value),
-            expected=f"a whole number >= {least}" if below is None else f"a whole number, {least} to {below - 1}",
-            fix=fix,
-        )
+        allowed = f"a whole number >= {least}" if below is None else f"a whole number, {least} to {below - 1}"
+        raise option_error(what, name, value, expected=allowed, fix=fix)
 
 
 def check_choice(what: str, name: str, value: object, choices: Collection[object], *, fix: str = "") -> None:

@@ -131,16 +131,10 @@ def _columns(batches: Sequence[tuple[Any, SampleIds]]) -> tuple[Any, str, list[A
             structure = "; ".join([".".join(path) for path, _ in leaf_list])
         found.append([leaf if keep is None else _pick(leaf, keep) for _, leaf in leaf_list])
     columns = [_joined(list(column)) for column in zip(*found, strict=True)]
-    return batches[0][0] if batches else None, structure, columns, _joined_ids(ids)
+    return batches[0][0] if batches else None, structure, columns, _joined(ids or [torch.zeros(0, dtype=torch.int64)])
 
 
-def _joined_ids(ids: list[torch.Tensor]) -> torch.Tensor:
-    if len(ids) == 1:
-        return ids[0]
-    return torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64)
-
-
-def _entries(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+def _entries(value: Any) -> list[tuple[tuple[str, ...], Any]]:
     """The leaves: tensors, and lists as they are."""
     items = _plain_items(value)
     if items is not None:
@@ -191,8 +185,7 @@ def _joined(parts: list[Any]) -> Any:
 
 def _ordered(shape: Any, parts: list[list[Any]], ids: list[torch.Tensor]) -> Any:
     """Join the columns of all ranks and sort the rows by sample id; the columns may be returned themselves."""
-    every = ids[0] if len(ids) == 1 else torch.cat(ids)
-    columns = parts[0] if len(parts) == 1 else [_joined(list(pieces)) for pieces in zip(*parts, strict=True)]
+    every, columns = _joined(ids), [_joined(list(pieces)) for pieces in zip(*parts, strict=True)]
     if not _is_sorted(every):
         order = torch.argsort(every, stable=True)
         columns = [

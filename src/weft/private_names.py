@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from weft.errors import ContextError
+from weft.version import numbers_of
 
 
 class SupportedLibrary(NamedTuple):
@@ -77,7 +77,7 @@ class _Name:
     @property
     def is_due(self) -> bool:
         """Whether the installed version is one that has it, as `since` and `until` say."""
-        here, since, until = map(_major_and_minor, (self.library.version(), self.since, self.until))
+        here, since, until = map(numbers_of, (self.library.version(), self.since, self.until))
         return since <= here and (not until or here < until)
 
     def _home(self) -> Any:
@@ -222,10 +222,6 @@ class Attribute(_Name):
         if not hasattr(owner, self.spelling):
             self._raise()
         setattr(owner, self.spelling, value)
-
-
-def _major_and_minor(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def _has(home: Any, name: str) -> bool:

@@ -17,7 +17,7 @@ TESTED_TORCH = ("2.9.0", "2.13.0", "2.14.1")
 def newer_torch(installed: str) -> str:
     """What there is to say of a torch that is newer than all that weft is tested with; empty if this one is not."""
     newest = TESTED_TORCH[-1]
-    if _numbers(installed) <= _numbers(newest):
+    if numbers_of(installed) <= numbers_of(newest):
         return ""
     return (
         f"torch {installed} is newer than those weft was tested with, up to {newest}: "
@@ -25,7 +25,8 @@ def newer_torch(installed: str) -> str:
     )
 
 
-def _numbers(version: str) -> list[int]:
+def numbers_of(version: str) -> list[int]:
+    """The first numbers of a version: major, minor, patch, or as many as there are."""
     return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 

@@ -42,16 +42,17 @@ def _header(draft: ScriptDraft, found: AccumulateLoop, updated: cst.For) -> cst.
     while isinstance(inner, cst.Call) and not draft.script.method(inner.func):
         inner = inner.args[0].value
     numbered = isinstance(loop.iter, cst.Call) and dotted(loop.iter.func) == "enumerate"
-    if not isinstance(loop.target, cst.Tuple) or not numbered:
-        return updated.with_changes(target=window, iter=_exchanged(loop.iter, inner, windows, draft))
-    index, batch = loop.target.elements
-    names = [n for n in inside(*loop.body.body) if dotted(n) == dotted(index.value)]
-    if any(not is_part(n, draft.script.parents[n]) for n in names):
-        draft.check(loop.target, f"{dotted(index.value)} counts optimizer steps, no longer micro-batches")
-        target = loop.target.with_changes(elements=[index, batch.with_changes(value=window)])
-        return updated.with_changes(target=target, iter=_exchanged(loop.iter, inner, windows, draft))
-    source = cst.ensure_type(loop.iter, cst.Call).args[0].value
-    return updated.with_changes(target=window, iter=_exchanged(source, inner, windows, draft))
+    source = loop.iter
+    target: cst.BaseExpression = window
+    if isinstance(loop.target, cst.Tuple) and numbered:
+        index, batch = loop.target.elements
+        names = [n for n in inside(*loop.body.body) if dotted(n) == dotted(index.value)]
+        if any(not is_part(n, draft.script.parents[n]) for n in names):
+            draft.check(loop.target, f"{dotted(index.value)} counts optimizer steps, no longer micro-batches")
+            target = loop.target.with_changes(elements=[index, batch.with_changes(value=window)])
+        else:
+            source = cst.ensure_type(loop.iter, cst.Call).args[0].value
+    return updated.with_changes(target=target, iter=_exchanged(source, inner, windows, draft))
 
 
 def _exchanged(

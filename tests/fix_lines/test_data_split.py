@@ -308,10 +308,10 @@ def test_positions_of_a_loader_that_is_read_twice():
 def test_positions_that_are_none_of_this_loader():
     saved, position = begun(numbers())
     loader, ctx = weft.shard_data(numbers()(), weft.local())
-    with told("data/split/position.py", "expected=f'seed, epoch, and 0 <= samples{known}'") as it:
+    with told("data/split/position.py", "this is not a position") as it:
         loader.load_state_dict({**position, "samples": 99})
     it.run(loader=loader, saved_loader=saved)
-    with told("data/order/epoch_order.py", "as the orders of epochs") as it:
+    with told("data/split/position.py", "this is not a position") as it:
         loader.load_state_dict({**position, "order": [[0, 7]]})
     it.run(loader=loader, saved_loader=saved)
     assert read(loader) == [*range(2, 8)]

@@ -70,7 +70,7 @@ def test_all_is_sorted_and_importable():
 
 
 def test_type_checkers_see_what_programs_get():
-    (block,) = (node for node in ast.parse(pathlib.Path(weft.__file__).read_text()).body if isinstance(node, ast.If))
+    block = next(node for node in ast.parse(pathlib.Path(weft.__file__).read_text()).body if isinstance(node, ast.If))
     seen = {alias.name: node.module for node in block.body for alias in node.names}
     assert {*seen} | {"errors"} == {*weft.__all__} | weft._SUBMODULES
     different = [n for n, m in seen.items() if getattr(weft, n) is not getattr(importlib.import_module(m), n)]

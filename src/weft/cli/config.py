@@ -65,11 +65,9 @@ def run(options: argparse.Namespace) -> int:
             data = answered(data, input)
     options.out.write_text(toml(checked(data, str(options.out))), encoding="utf-8")
     read_config(options.out)
-    for line in ["in the program:", *program(calls)] if calls else []:
-        print(line)  # noqa: T201
-    for line in left:
-        print(f"not taken over: {line}")  # noqa: T201
-    print(f"weft launch --config {options.out} train.py")  # noqa: T201
+    lines = ["in the program:", *program(calls)] if calls else []
+    lines += [f"not taken over: {each}" for each in left]
+    print("\n".join([*lines, f"weft launch --config {options.out} train.py"]))  # noqa: T201
     return 0
 
 
@@ -154,9 +152,7 @@ def _imported(path: Path) -> tuple[dict[str, dict[str, Any]], list[str], list[st
         values = yaml_of(path)
     else:
         values = arguments_of(path.read_text(encoding="utf-8")) or yaml_of(path)
-    if is_megatron(values):
-        return from_megatron(values)
-    return from_accelerate(values)
+    return from_megatron(values) if is_megatron(values) else from_accelerate(values)
 
 
 def _given(words: Sequence[str]) -> dict[str, dict[str, Any]]:

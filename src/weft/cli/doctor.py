@@ -27,7 +27,7 @@ from weft.environments import cores_here, topology
 from weft.errors import ContextError, listed
 from weft.peers.connect import interface_to
 from weft.private_names import Attribute, Private
-from weft.version import TESTED_TORCH, __version__, newer_torch
+from weft.version import TESTED_TORCH, __version__, newer_torch, numbers_of
 
 _LIMIT_S = 22.0
 _MODULE = "weft.cli.rank_checks"
@@ -119,7 +119,7 @@ def _verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
 def _versions() -> Verdict:
     installed = str(torch.__version__)
     found = f"weft {__version__}, python {platform.python_version()}, torch {installed}"
-    if [int(part) for part in installed.split(".")[:2]] < [2, 9]:
+    if numbers_of(installed) < [2, 9]:
         return Verdict("versions", "FAIL", found, "pip install 'torch>=2.9'")
     if installed.partition("+")[0] in TESTED_TORCH:
         return Verdict("versions", "ok", f"{found}, with which weft is tested")

@@ -104,9 +104,7 @@ def _of_class(place: str) -> nn.Module:
         raise _no_model(place, f"{type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
-    if not isinstance(model, nn.Module):
-        return _of_config(model)
-    return model
+    return model if isinstance(model, nn.Module) else _of_config(model)
 
 
 def _transformers(problem: str) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.launching.launch_function import launch_function
-from weft.monitoring.run_ledger.compare import compare_ledgers
+from weft.monitoring.run_ledger.compare import Comparison, compare_ledgers
 from weft.monitoring.run_ledger.file import read_ledger
 from weft.monitoring.run_ledger.record import REPLAY
 from weft.peers.liveness import exception_text
@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
     text = "name the first step that differs between two runs, and what is different in it"
     compare = what.add_parser("compare", help=text, description=f"{text}. {told}", parents=[both])
     compare.add_argument("two", metavar="folder", help="of the other one")
-    compare.set_defaults(run=_compare)
+    compare.set_defaults(run=run, act=_compare)
     text = "run a script for some recorded steps, from where its own arguments let it begin or resume, and compare"
     also = "Its ledger goes to a temporary folder; what else it writes is written."
     check = what.add_parser("check", help=text, description=f"{text}. {also} {told}", parents=[both])
@@ -37,19 +37,30 @@ def add_parser(commands: Any) -> None:
     check.add_argument("--steps", type=int, default=1, metavar="N", help="recorded steps to run (default 1)")
     check.add_argument("script", help="and its arguments")
     check.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
-    check.set_defaults(run=_check)
+    check.set_defaults(run=run, act=_check)
 
 
-def _check(options: argparse.Namespace) -> int:
-    """Run the script, print; returns 0, 1 if a step comes out in another way, 2 if it cannot be run again."""
+def run(options: argparse.Namespace) -> int:
+    """Print; returns 0, 1 if the runs differ, 2 if they cannot be compared or the script cannot be run again."""
+    try:
+        found: Comparison = options.act(options)
+    except Exception as error:  # noqa: BLE001  (of a script of any kind, or of a ledger with lines of any form)
+        print(f"weft ledger: {exception_text(error)}", file=sys.stderr)  # noqa: T201
+        return 2
+    print("\n".join([*(f"note: {note}" for note in found.notes), found.text]))  # noqa: T201
+    return 0 if found.first is None else 1
+
+
+def _compare(options: argparse.Namespace) -> Comparison:
+    return compare_ledgers(options.one, options.two, rounding=options.rounding)
+
+
+def _check(options: argparse.Namespace) -> Comparison:
+    """Run the script, and compare what it records."""
     with tempfile.TemporaryDirectory(prefix="weft-") as options.two:
-        try:
-            starts = read_ledger(options.one).starts
-            ranks = options.ranks or starts[max(starts)]["ranks"]
-            launch_function(_run_again, ranks, options.script, options.arguments, options.two, options.steps)
-        except Exception as error:  # noqa: BLE001  (of a script of any kind)
-            print(f"weft ledger: {exception_text(error)}", file=sys.stderr)  # noqa: T201
-            return 2
+        starts = read_ledger(options.one).starts
+        ranks = options.ranks or starts[max(starts)]["ranks"]
+        launch_function(_run_again, ranks, options.script, options.arguments, options.two, options.steps)
         return _compare(options)
 
 
@@ -63,14 +74,3 @@ def _run_again(script: str, arguments: Sequence[str], folder: str, steps: int) -
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-
-
-def _compare(options: argparse.Namespace) -> int:
-    """Print; returns 0, 1 if the runs differ, 2 if they cannot be compared."""
-    try:
-        found = compare_ledgers(options.one, options.two, rounding=options.rounding)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:  # a line may be of any form
-        print(f"weft ledger: {exception_text(error)}", file=sys.stderr)  # noqa: T201
-        return 2
-    print("\n".join([*(f"note: {note}" for note in found.notes), found.text]))  # noqa: T201
-    return 0 if found.first is None else 1

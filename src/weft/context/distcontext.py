@@ -187,11 +187,6 @@ class DistContext(Divisible):
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        live = {
-            "restricted": None,
-            "handed_over": (),
-            "replicas": None,
-            "world": World(ranks=state["ranks"], rank=state["rank"]),
-        }
-        for name, value in {**state, **live}.items():
+        # What is not in the state, but for the world, has its default.
+        for name, value in {**state, "world": World(ranks=state["ranks"], rank=state["rank"])}.items():
             object.__setattr__(self, name, value)

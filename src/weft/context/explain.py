@@ -35,7 +35,7 @@ def explain(ctx: DistContext) -> str:
         "device": ctx.device,
         "mesh": dict(ctx.axes),
         "data_axes": ", ".join(ctx.data_axes),
-        "backend": _backend(ctx),
+        "backend": "none, one rank" if ctx.group is None else dist.get_backend(ctx.group),
     }
     for name, source in ctx.sources:
         value = values.get(name, f"{ctx.rank}, {ctx.world_size}" if name == "rank, world_size" else "")
@@ -45,7 +45,3 @@ def explain(ctx: DistContext) -> str:
         lines.append(f"  {index}. {record}")
         lines += [f"     chosen: {record.chosen}"] if record.chosen else []
     return "\n".join(lines)
-
-
-def _backend(ctx: DistContext) -> str:
-    return "none, one rank" if ctx.group is None else dist.get_backend(ctx.group)

@@ -7,20 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weft.environments.topology import Place
 from weft.errors import ContextError
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFacts:
+class RankFacts(Place):
     """The part of a `DistContext` that is plain numbers and names; its fields are documented there."""
 
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    node_rank: int = 0
-    num_nodes: int = 1
-    attempt: int = 0
     axes: tuple[tuple[str, int], ...] = (("data", 1),)
     data_axes: tuple[str, ...] = ("data",)
     ranks: tuple[int, ...] = (0,)

@@ -14,7 +14,7 @@ import multiprocessing.util
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from weft.engines.torch.device.devices import hardware_of
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.environments import Topology, topology
 from weft.environments.joined import is_inside_a_rank, note_joined
+from weft.environments.topology import Place
 from weft.errors import ContextError
 from weft.peers.agreement import exchange
 from weft.peers.connect import open_store, wait_for_listener
@@ -56,7 +57,6 @@ from weft.peers.world import World
 from weft.version import __version__, newer_torch
 
 _MANY_RANKS = 256  # above, gloo beside another backend connects two ranks when they first need it, not all at once
-_PLACE = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "attempt")
 _made_in: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # a fork has the group of its rank
 _Mesh = tuple[tuple[tuple[str, int], ...], tuple[str, ...]]  # the axes with their sizes, and the names of the data axes
 
@@ -574,7 +574,7 @@ def _context(
 ) -> DistContext:
     axes, data_axes = mesh
     ctx = DistContext(
-        **{name: getattr(place, name) for name in _PLACE},
+        **{each.name: getattr(place, each.name) for each in fields(Place)},
         device=device,
         axes=axes,
         data_axes=data_axes,

@@ -20,7 +20,7 @@ from weft.data.loader_copy import length_of
 from weft.data.order.epoch_order import generators_of
 from weft.data.order.mixed_order import MixedOrder, MixedSample
 from weft.data.order.tell_epoch import tell_epoch
-from weft.data.split.stream_samples import SeekableStream, has_state
+from weft.data.split.stream_samples import SeekableStream, has_state, opened
 from weft.errors import ContractError, type_error, value_error
 from weft.rng import mix as hashed
 
@@ -416,11 +416,7 @@ class _SourceReading:
         tell_epoch(dataset, (self._epoch + 65537 * self.passes) % 2**31)
         for generator in generators_of(dataset):
             generator.manual_seed(hashed(self._seed, self._epoch, source.name, self.passes))
-        if source.kind == "seekable":
-            return iter(dataset.iter_from(self.read))
-        if source.kind == "stateful":
-            dataset.load_state_dict(copy.deepcopy(source.begin if self._state is None else self._state))
-        return iter(dataset)
+        return opened(dataset, self.read, source.begin, self._state)
 
     def _untrue(self) -> ContractError:
         length = self.source.length

@@ -37,7 +37,6 @@ from weft.elastic.requirements import check_program, facts_of_program
 from weft.elastic.step_mark import StepMark
 from weft.errors import ContextError, ContractError
 from weft.peers.quorum import Answer, LoopPosition
-from weft.peers.replica_groups import ReplicaGroup
 
 B = TypeVar("B")
 
@@ -116,10 +115,7 @@ def resilient(
         check_count(
             "resilient", "copy_every", copy_every, fix="weft.resilient(loader, ctx, state=state, copy_every=10)"
         )
-    replicas, optimizer = check_program(loader, ctx, state)
-    return Resilient(
-        loader, ctx, state, step, replicas, optimizer, MemoryCopy(replicas.memory(), copy_every, state, ctx)
-    )
+    return Resilient(loader, ctx, state, step, copy_every)
 
 
 class Resilient(Generic[B]):
@@ -130,22 +126,14 @@ class Resilient(Generic[B]):
         again: Steps that this replica had to make again.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        ctx: DistContext,
-        state: Checkpoint,
-        step: int,
-        replicas: ReplicaGroup,
-        optimizer: torch.optim.Optimizer,
-        copy: MemoryCopy,
-    ) -> None:
+    def __init__(self, loader: Any, ctx: DistContext, state: Checkpoint, step: int, copy_every: int | None) -> None:
+        replicas, optimizer = check_program(loader, ctx, state)
         self.step, self.again = step, 0
         self._loader: ShardedLoader[B] = loader
         self._ctx, self._state, self._replicas = ctx, state, replicas
         self._facts = facts_of_program(state, loader, ctx)
         self._began = zlib.crc32(bytes(torch.get_rng_state().tolist()))
-        self._mark, self._copy = StepMark(state, loader, ctx), copy
+        self._mark, self._copy = StepMark(state, loader, ctx), MemoryCopy(replicas.memory(), copy_every, state, ctx)
         self._is_fresh = True
         self._steps = 0  # of the optimizer, in this step of the job
         self._exchanges = 0

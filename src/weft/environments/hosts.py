@@ -24,15 +24,9 @@ def first_host(nodelist: str) -> str:
         >>> first_host("gpu[03-05,9]"), first_host("a[1-2]b[7,8],c"), first_host("node7,node8")
         ('gpu03', 'a1b7', 'node7')
     """
-    depth = 0
-    first = ""
-    for char in nodelist.strip():
-        if char == "," and depth == 0:
-            break
-        depth += (char == "[") - (char == "]")
-        first += char
-    host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
-    if not host or depth != 0 or "[" in host or "]" in host:
+    first = re.match(r"((?:[^\[\],]|\[[^\[\]]*\])+)(?:,|$)", nodelist.strip())
+    host = "" if first is None else re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[1])
+    if not host or "[" in host:
         raise ContextError(
             "topology: the SLURM node list cannot be read",
             found=repr(nodelist),

@@ -8,7 +8,20 @@ DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True, kw_only=True)
-class Topology:
+class Place:
+    """Which rank a process is, and on which node; the fields are documented in `Topology` and `DistContext`."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    attempt: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology(Place):
     """The place of one process in a job.
 
     Attributes:
@@ -27,15 +40,8 @@ class Topology:
         ignored: Sources that were present too, but rank lower.
     """
 
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    node_rank: int = 0
-    num_nodes: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = DEFAULT_PORT
     source: str = "single"
     store_served: bool = False
-    attempt: int = 0
     ignored: tuple[str, ...] = ()

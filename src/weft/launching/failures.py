@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import signal
 import time
 import traceback
@@ -53,12 +52,11 @@ def ended_by(number: int) -> Ending:
 
 def write_report(folder: Path, place: Topology, error: Exception, starters: frozenset[str]) -> None:
     """Write down why this rank fails; `starters` are the files that come before the script in a traceback."""
-    trace = own_traceback(error, starters)
     frames = traceback.extract_tb(error.__traceback__)
     report = {
         "rank": place.rank,
         "time": time.time(),
-        "trace": trace,
+        "trace": _own_traceback(error, starters),
         "what": type(error).__name__ + (f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""),
         "blames": [error.rank, error.text] if isinstance(error, PeerError) else None,
         "echo": isinstance(error, PeerError) or is_communication_error(error),
@@ -69,11 +67,10 @@ def write_report(folder: Path, place: Topology, error: Exception, starters: froz
     path.with_suffix(".part").replace(path)
 
 
-def own_traceback(error: BaseException, starters: frozenset[str]) -> str:
+def _own_traceback(error: BaseException, starters: frozenset[str]) -> str:
     """The traceback from the script's first line on, without what started the script."""
-    skipped = {*starters, runpy.run_path.__code__.co_filename}
     trace: TracebackType | None = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in skipped:
+    while trace is not None and trace.tb_frame.f_code.co_filename in starters:
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 

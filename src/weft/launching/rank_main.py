@@ -24,7 +24,8 @@ from weft.launching.failures import crash_file, restart_reason, write_report
 from weft.launching.plan import cores_of
 from weft.peers.world import PREEMPTED
 
-_STARTERS = frozenset({__file__, str(Path(__file__).with_name("callee.py")), contextlib.__file__})
+_RUNPY = runpy.run_path.__code__.co_filename
+_STARTERS = frozenset({__file__, str(Path(__file__).with_name("callee.py")), contextlib.__file__, _RUNPY})
 ROUND = "round"  # file of the launcher's folder: which meeting of the nodes this is
 
 

@@ -57,9 +57,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> flo
             expected="torch.bfloat16, torch.float16 or torch.float32",
             fix="weft.monitoring.throughput(ctx, peak_flops=989e12)",
         )
-    if device.type != "cuda":
-        return None
-    return _peak_of(torch.cuda.get_device_name(device), dtype)
+    return _peak_of(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
 
 
 def _peak_of(name: str, dtype: torch.dtype) -> float | None:

@@ -24,10 +24,9 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.checks import check_count
+from weft.checks import check_count, option_error
 from weft.collectives import gather_objects, reduce
 from weft.context import DistContext
-from weft.errors import value_error
 from weft.tensors.dtensor import local
 from weft.tensors.messages import control_device
 from weft.tensors.nested import leaves
@@ -105,12 +104,7 @@ def watch_health(
     fix = "weft.monitoring.watch_health(model, ctx, spike=8.0, memory=50)"
     check_count("watch_health", "memory", memory, least=_FEWEST, fix=fix)
     if not spike > 0:
-        raise value_error(
-            f"watch_health: spike = {spike!r} cannot be used",
-            found=repr(spike),
-            expected="a number > 0, or math.inf",
-            fix=fix,
-        )
+        raise option_error("watch_health", "spike", spike, expected="a number > 0, or math.inf", fix=fix)
     return Health(module, ctx, spike, memory, origin)
 
 

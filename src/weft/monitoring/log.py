@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from weft.checks import as_number, check_count
+from weft.checks import as_number, check_count, option_error
 from weft.collectives import reduce
 from weft.context import DistContext
-from weft.errors import ContextError, listed, value_error
+from weft.errors import ContextError, listed
 from weft.monitoring.trackers.lifetime import RunTracker, close
 from weft.monitoring.values import Tracker, hash_of_names, numbers_to_average
 
@@ -100,9 +100,7 @@ def _check(step: int, weight: object, every: int) -> float:
     check_count("log", "every", every, fix=fix)
     number = as_number(weight)
     if number is None or not 0 <= number < float("inf"):
-        raise value_error(
-            f"log: weight = {weight!r} cannot be used", found=repr(weight), expected="a finite number >= 0", fix=fix
-        )
+        raise option_error("log", "weight", weight, expected="a finite number >= 0", fix=fix)
     return number
 
 

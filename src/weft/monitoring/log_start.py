@@ -6,7 +6,6 @@ import datetime as dt
 import json
 import platform
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -80,10 +79,7 @@ def program_facts(ctx: DistContext, steps: int | None, settings: Mapping[str, An
 
 def _git_commit(folder: Path) -> str:
     """Of the repository that a folder is in, with "-dirty" if files in it were changed; empty if there is none."""
-    git = shutil.which("git")
-    if git is None:
-        return ""
-    command = [git, "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired):

@@ -69,7 +69,9 @@ def peak_memory(objects: _Parts, ctx: DistContext) -> Iterator[PeakMemory]:
         >>> peak.parameters, peak.gradients, peak.optimizer >= 320, peak.total > peak.rest > 0
         (160, 160, True, True)
     """
-    modules, optimizers = _modules_and_optimizers(objects)
+    parts = list(_parts_in(objects))
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
     found = PeakMemory()
 
     def look() -> None:
@@ -94,11 +96,10 @@ def peak_memory(objects: _Parts, ctx: DistContext) -> Iterator[PeakMemory]:
         found.rest = max(found.total - found.parameters - found.gradients - found.optimizer, 0)
 
 
-def _modules_and_optimizers(objects: object) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
-    if isinstance(objects, nn.Module):
-        return [objects], []
-    if isinstance(objects, torch.optim.Optimizer):
-        return [], [objects]
+def _parts_in(objects: object) -> Iterator[nn.Module | torch.optim.Optimizer]:
+    if isinstance(objects, (nn.Module, torch.optim.Optimizer)):
+        yield objects
+        return
     items = objects.values() if isinstance(objects, Mapping) else objects
     if not isinstance(items, Iterable) or isinstance(items, (str, bytes, torch.Tensor)):
         raise type_error(
@@ -107,8 +108,8 @@ def _modules_and_optimizers(objects: object) -> tuple[list[nn.Module], list[torc
             expected="modules and optimizers, alone or in a list or dict",
             fix="with weft.monitoring.peak_memory([model, optimizer], ctx) as peak: ...",
         )
-    parts = [_modules_and_optimizers(item) for item in items]
-    return [m for modules, _ in parts for m in modules], [o for _, optimizers in parts for o in optimizers]
+    for item in items:
+        yield from _parts_in(item)
 
 
 def _num_bytes(values: Iterable[object]) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO, TypeVar
 
 from weft.context import DistContext
+from weft.data.loader_copy import length_of
 
 T = TypeVar("T")
 
@@ -55,7 +56,8 @@ def progress(
         epoch 1: 2 of 2
         [1, 2]
     """
-    count = total if total is not None else _length(steps, done)
+    length = length_of(steps)
+    count = total if total is not None or length is None else done + length
     if not ctx.is_main:
         yield from steps
         return
@@ -105,13 +107,6 @@ class _Pace:
         speed = f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s per step"
         left = 0 if self._count is None else max(self._count - done, 0) / rate
         return [speed, f"{dt.timedelta(seconds=round(left))} left"] if left else [speed]
-
-
-def _length(steps: Iterable[Any], done: int) -> int | None:
-    try:
-        return done + len(steps)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 def _bar(file: TextIO) -> Any:

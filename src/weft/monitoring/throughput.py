@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import torch
 
-from weft.checks import as_number
+from weft.checks import as_number, option_error
 from weft.collectives import reduce
 from weft.context import DistContext
-from weft.errors import ContextError, listed, value_error
+from weft.errors import ContextError, listed
 from weft.monitoring.flops import peak_flops as peak_of_device
 from weft.monitoring.peak_memory import used_bytes
 from weft.monitoring.values import hash_of_names
@@ -61,12 +61,8 @@ def throughput(
     """
     peak = as_number(peak_flops)
     if peak_flops is not None and (peak is None or not 0 < peak < math.inf):
-        raise value_error(
-            f"throughput: peak_flops = {peak_flops!r} cannot be used",
-            found=repr(peak_flops),
-            expected="a number > 0, or None",
-            fix="weft.monitoring.throughput(ctx, peak_flops=989e12)",
-        )
+        fix = "weft.monitoring.throughput(ctx, peak_flops=989e12)"
+        raise option_error("throughput", "peak_flops", peak_flops, expected="a number > 0, or None", fix=fix)
     return Throughput(ctx, peak_of_device(ctx.device) if peak is None else peak, clock)
 
 
@@ -187,10 +183,8 @@ class Throughput:
         steps, elapsed = counts["steps"][0], max(counts["elapsed"])
         if not steps:
             return {}
-        found = {}
-        for name in ("samples", "tokens", "flops"):
-            if sums[name]:
-                found[f"{name}_per_s"] = sums[name] / elapsed if elapsed else math.inf
+        counted = [name for name in ("samples", "tokens", "flops") if sums[name]]
+        found = {f"{name}_per_s": sums[name] / elapsed if elapsed else math.inf for name in counted}
         if sums["flops"] and elapsed and all(counts["peak"]):
             found["mfu"] = sums["flops"] / elapsed / sums["peak"]
         found["step_s"] = elapsed / steps

@@ -22,7 +22,7 @@ from weft.data.order.digest import digest_of
 from weft.data.order.endless_order import EndlessOrder
 from weft.data.order.sampler_state import SamplerState
 from weft.data.order.tell_epoch import tell_epoch
-from weft.errors import ContractError, message, value_error
+from weft.errors import ContractError, message
 from weft.rng import mix, seeded
 from weft.tensors.rng_state import RngState
 
@@ -144,8 +144,7 @@ class EpochOrder:
             ValueError: The state cannot be used.
             OtherOrder: The sampler yields another order.
         """
-        starts = _by_epoch(state.get("sampler", []), dict)
-        digests = _by_epoch(state.get("order", []), str)
+        starts, digests = dict(state.get("sampler", ())), dict(state.get("order", ()))
         if self._state is not None:
             for start in starts.values():
                 self._state.prepare(start)
@@ -268,26 +267,6 @@ def _permutation(count: int, own: torch.Generator | None, seed: int) -> Sequence
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=source).item())
     order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
     return order
-
-
-def _by_epoch(pairs: Any, kind: type[Any]) -> dict[int, Any]:
-    """What a position says by epoch.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    good = isinstance(pairs, (list, tuple)) and all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 and type(pair[0]) is int and isinstance(pair[1], kind)
-        for pair in pairs
-    )
-    if not good:
-        raise value_error(
-            "load_state_dict: this is not a position in this loader",
-            found=f"{pairs!r:.200} as the orders of epochs",
-            expected="pairs of an epoch and its order, as this loader saves them",
-            fix="loader.load_state_dict(saved_loader.state_dict())",
-        )
-    return {pair[0]: pair[1] for pair in pairs}
 
 
 def generators_of(source: Any) -> list[torch.Generator]:

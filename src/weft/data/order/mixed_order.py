@@ -132,7 +132,7 @@ class MixedOrder:
         return whole + (self._jitter(np.arange(len(whole)), whole) < part)
 
     def _jitter(self, sources: Numbers, before: Numbers) -> Parts:
-        return (_hashed(self.keys[sources], before) >> np.uint64(11)) * 2.0**-53
+        return (hashed(self.keys[sources], before) >> np.uint64(11)) * 2.0**-53
 
     def _samples(self, sources: Numbers, before: Numbers) -> Numbers:
         """Which sample of its source it is."""
@@ -140,7 +140,7 @@ class MixedOrder:
         passes, place = before // length, before % length
         found = np.where(self.lengths[sources] > 0, place, before)
         some = self.shuffle[sources]
-        keys = _hashed(self.keys[sources[some]], ~passes[some])
+        keys = hashed(self.keys[sources[some]], ~passes[some])
         found[some] = _shuffled(place[some], length[some], keys)
         return found
 
@@ -153,7 +153,7 @@ def _shuffled(places: Numbers, lengths: Numbers, keys: Hashes) -> Numbers:
     while len(todo):  # rows * columns is a little more than the length: what lands beyond it moves again
         row, column = np.divmod(found[todo], columns[todo])
         for turn in range(_ROUNDS):
-            noise = _hashed(keys[todo], (row if turn % 2 else column) * _ROUNDS + turn) >> np.uint64(1)
+            noise = hashed(keys[todo], (row if turn % 2 else column) * _ROUNDS + turn) >> np.uint64(1)
             if turn % 2:
                 column = (column + noise.astype(np.int64) % columns[todo]) % columns[todo]
             else:
@@ -163,7 +163,7 @@ def _shuffled(places: Numbers, lengths: Numbers, keys: Hashes) -> Numbers:
     return found
 
 
-def _hashed(keys: Hashes, numbers: Numbers) -> Hashes:
+def hashed(keys: Hashes | np.uint64, numbers: Numbers | Hashes) -> Hashes:
     """Hash numbers with keys, as SplitMix64 does (Steele et al., OOPSLA 2014)."""
     value: Hashes = keys ^ (numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

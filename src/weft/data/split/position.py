@@ -296,9 +296,12 @@ def _numbers_of(state: Mapping[str, Any], reading: ReadPlan) -> _SavedPosition:
         ValueError: One is missing, or is none.
     """
     numbers: list[Any] = [state.get(name) for name in ("seed", "epoch", _start_in(state, reading))]
-    with contextlib.suppress(TypeError):
+    orders = (("order", str), ("sampler", dict))  # by epoch, with the kind of what is said of one
+    with contextlib.suppress(TypeError, ValueError):
         carried, carried_in = (tuple(Span(*span) for span in state.get(name, ())) for name in ("carried", "carried_in"))
-        is_whole = all(type(number) is int for number in itertools.chain(numbers, *carried, *carried_in))
+        epochs = [epoch for name, kind in orders for epoch, said in state.get(name, ()) if isinstance(said, kind)]
+        is_whole = all(type(number) is int for number in itertools.chain(numbers, epochs, *carried, *carried_in))
+        is_whole = is_whole and len(epochs) == sum(len(state.get(name, ())) for name, _ in orders)
         if is_whole and min(numbers[1:]) >= 0 and [type(part) for part in state.get("read", (0, ""))] == [int, str]:
             seed, epoch, start = numbers
             return _SavedPosition(seed, epoch, start, carried, carried_in)
@@ -310,7 +313,7 @@ def _no_position(state: Mapping[str, Any], reading: ReadPlan) -> ValueError:
     return value_error(
         "load_state_dict: this is not a position in this loader",
         found=repr(state),
-        expected=f"seed, epoch, and 0 <= samples{known}",
+        expected=f"seed, epoch, and 0 <= samples{known}, and pairs of an epoch and its order, as in saved positions",
         fix="loader.load_state_dict(saved_loader.state_dict())",
     )
 

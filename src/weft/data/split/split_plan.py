@@ -72,9 +72,7 @@ class SplitPlan(NamedTuple):
 
     def rest_makes_step(self, rest: int) -> bool:
         """Whether so many units left over make a step."""
-        if rest == 0 or self.drop_last:
-            return False
-        return rest >= self.size or self.uneven != "drop"
+        return rest > 0 and not self.drop_last and (rest >= self.size or self.uneven != "drop")
 
     def steps_in(self, spans: Iterable[Span]) -> int:
         """Steps in which some spans are used up, one after the other."""

@@ -246,6 +246,22 @@ def has_state(dataset: Any) -> bool:
     return True
 
 
+def opened(dataset: Any, start: int, begin: Any, state: Any = None) -> Iterator[Any]:
+    """The samples of a stream.
+
+    Args:
+        dataset: The stream.
+        start: The sample to begin with, of one that can go there.
+        begin: The state of one that has a state, at its beginning; else None.
+        state: A later one, to begin with.
+    """
+    if isinstance(dataset, SeekableStream):
+        return iter(dataset.iter_from(start))
+    if begin is not None:
+        dataset.load_state_dict(copy.deepcopy(begin if state is None else state))
+    return iter(dataset)
+
+
 def shards_of(dataset: Any) -> int | None:
     """The number of parts a stream can be split into by itself; None if it cannot."""
     number = getattr(dataset, "num_shards", None)
@@ -331,20 +347,10 @@ class _StreamReader:
         here = owner.resumed
         if here is None or here[:2] != (self.number, self.start):  # of a worker that stays: where it began
             here = StreamMark(self.number, self.start)
-        samples = self._opened(self.start, here.state)
+        samples = opened(dataset, self.start, owner.begin_state, here.state)
         if self.start and not owner.seekable and here.state is None:
             self._read_again(samples, here.read)
         return samples
-
-    def _opened(self, start: int, state: Any) -> Iterator[Any]:
-        """The samples from the beginning; from `start` on, or from a state, of a stream that can go there."""
-        owner, dataset = self.owner, self.owner.dataset
-        if owner.seekable:
-            begun: Iterator[Any] = iter(dataset.iter_from(start))
-            return begun
-        if owner.stateful:
-            dataset.load_state_dict(copy.deepcopy(owner.begin_state if state is None else state))
-        return iter(dataset)
 
     def _read_again(self, samples: Iterator[Any], expected: tuple[int, str] | None) -> None:
         """Read what was used before the run was resumed, and drop it."""
@@ -400,9 +406,10 @@ class _StreamReader:
 
     def _beginning(self, total: int) -> list[Any]:
         """The first samples of the epoch; read again by a run that resumed in the middle."""
-        if len(self.begin) < min(total, self.plan.per_step):
-            with seeded(mix(self.owner.seed, self.number, "order"), generators_of(self.owner.dataset)):
-                self.begin = list(itertools.islice(self._opened(0, None), self.plan.per_step))
+        owner, size = self.owner, self.plan.per_step
+        if len(self.begin) < min(total, size):
+            with seeded(mix(owner.seed, self.number, "order"), generators_of(owner.dataset)):
+                self.begin = list(itertools.islice(opened(owner.dataset, 0, owner.begin_state), size))
         return self.begin
 
 

@@ -256,14 +256,14 @@ def _read_events(folder: Path) -> tuple[dict[str, dict[int, float]], dict[str, l
     accumulator.Reload()
     tags = accumulator.Tags()
     scalars = {tag: {int(e.step): float(e.value) for e in accumulator.Scalars(tag)} for tag in tags["scalars"]}
-    texts = {}
-    for tag in tags["tensors"]:
-        name, _, kind = tag.rpartition("/")
-        if kind == "text_summary":
-            texts[name] = [
-                (int(event.step), b"".join(event.tensor_proto.string_val).decode(errors="replace"))
-                for event in accumulator.Tensors(tag)
-            ]
+    texts = {
+        tag.removesuffix("/text_summary"): [
+            (int(event.step), b"".join(event.tensor_proto.string_val).decode(errors="replace"))
+            for event in accumulator.Tensors(tag)
+        ]
+        for tag in tags["tensors"]
+        if tag.endswith("/text_summary")
+    }
     return scalars, texts
 
 

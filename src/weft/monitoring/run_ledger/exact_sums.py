@@ -11,23 +11,16 @@ nothing but their highest bits, that may cancel out.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Any
 
 import numpy as np
 import torch
 
+from weft.data.order.mixed_order import hashed
 from weft.tensors.blocks import Block
 
 _WORD = 8  # bytes
-_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
-def number_of(text: str | bytes) -> int:
-    """A number below 2**64 that stands for a text."""
-    data = text.encode() if isinstance(text, str) else text
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def signed(word: int) -> int:
@@ -36,15 +29,8 @@ def signed(word: int) -> int:
 
 
 def weights(places: Any, salt: int) -> np.ndarray[Any, Any]:
-    """An odd number with bits all over it for each place >= 0, int64.
-
-    Source: the finalizer of SplitMix64, Steele et al., "Fast splittable pseudorandom number generators", 2014.
-    """
-    mixed = np.asarray(places, dtype=np.uint64) * np.uint64(_STEP) + np.uint64(salt % 2**64)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
-    found: np.ndarray[Any, Any] = (mixed ^ (mixed >> np.uint64(31)) | np.uint64(1)).view(np.int64)
-    return found
+    """An odd number with bits all over it for each place >= 0, int64."""
+    return (hashed(np.uint64(salt % 2**64), np.asarray(places, dtype=np.uint64)) | np.uint64(1)).view(np.int64)
 
 
 class Words:
@@ -66,8 +52,8 @@ class Words:
             start, length = 0, -(-math.prod(shape[lead:]) // per_word) * per_word
         self._length, self._inner, self._inside = length, shape[lead:], Block(offsets[lead:], sizes[lead:])
         self.columns = np.arange(start // per_word, (start + length) // per_word)
-        places = np.indices(sizes[:lead]).reshape(lead, -1) + np.array(offsets[:lead])[:, None]
-        self.rows = np.asarray(np.ravel_multi_index(tuple(places), shape[:lead]))
+        above = Block(offsets[:lead], sizes[:lead])
+        self.rows = np.arange(math.prod(shape[:lead])).reshape(shape[:lead])[above.slices].ravel()
 
     def of(self, block: torch.Tensor) -> torch.Tensor:
         """The words of a block, int64 [rows, words of a row]; in the memory of the block where that is possible."""

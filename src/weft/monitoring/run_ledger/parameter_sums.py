@@ -24,7 +24,8 @@ from weft.checkpoint.state.collect import kept_shards, parameter_keepers, plain_
 from weft.context import DistContext
 from weft.contract import is_here, layouts
 from weft.contract.layout import apart_axes, axes_of_dims
-from weft.monitoring.run_ledger.exact_sums import Words, number_of, weights
+from weft.monitoring.run_ledger.exact_sums import Words, weights
+from weft.rng import mix
 from weft.tensors.blocks import hold
 from weft.tensors.checksums import can_be_read
 from weft.tensors.dtensor import is_sharded, resting_parameters
@@ -138,7 +139,7 @@ class ParameterSums:
                         place, copies = place * size + ctx.coordinates[axis], copies * size
                 held, factors = hold(name, tensor), (0, 1, 1) if place else (1, 1 - copies, 1)
                 words = Words(held.shape, tensor.dtype, held.block)
-                yield _Part(number, unit, words, number_of(f"{key}/{own}"), factors)
+                yield _Part(number, unit, words, mix(f"{key}/{own}"), factors)
 
 
 def unit_of(name: str) -> str:

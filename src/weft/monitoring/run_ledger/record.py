@@ -9,7 +9,7 @@ waited for in the next call: nothing waits for the device, or for other ranks, i
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import json
 import math
 import sys
@@ -32,7 +32,6 @@ from weft.contract import offered, part_axes
 from weft.engines.torch.steps.skip import SkippingStep
 from weft.errors import NotSynchronized, listed
 from weft.monitoring.log_start import program_facts
-from weft.monitoring.run_ledger.exact_sums import number_of, signed
 from weft.monitoring.run_ledger.file import write_line
 from weft.monitoring.run_ledger.parameter_sums import TURNS, ParameterSums
 from weft.monitoring.run_ledger.samples import SampleSums
@@ -109,24 +108,18 @@ def ledger(
     check_choice("ledger", "drift", drift, ("raise", "warn"), fix=fix)
     if not ctx.world.pretended:
         ctx.require_collective("ledger")
-    place, left = REPLAY.get() or (Path(folder), math.inf)
-    return Ledger(objects, place, ctx, (every, parameters_every), drift, left)
+    return Ledger(objects, Path(folder), ctx, (every, parameters_every), drift)
 
 
 class Ledger:
     """Records steps; made by `ledger`."""
 
     def __init__(
-        self,
-        objects: Mapping[str, Any],
-        folder: Path,
-        ctx: DistContext,
-        every: tuple[int, int],
-        drift: str,
-        left: float,
+        self, objects: Mapping[str, Any], folder: Path, ctx: DistContext, every: tuple[int, int], drift: str
     ) -> None:
-        self._ctx, self._folder, self._drift, self._left = ctx, folder, drift, left
-        self._every, self._parameters_every = every
+        self._ctx, self._drift, (self._every, self._parameters_every) = ctx, drift, every
+        place: tuple[Path, float] = REPLAY.get() or (folder, math.inf)
+        self._folder, self._left = place
         self._modules = {name: each for name, each in objects.items() if isinstance(each, nn.Module)}
         self._optimizers = {name: each for name, each in objects.items() if isinstance(each, torch.optim.Optimizer)}
         self._generators = [each for each in objects.values() if is_generator(each)]
@@ -195,15 +188,15 @@ class Ledger:
         sums, squares = self._parameters(step) if step % self._parameters_every == 0 else none
         words = torch.cat([samples[None] * self._counts_samples, self._random_state(), sums[:2].flatten()])
         counts = torch.tensor([count * self._counts_samples, tokens * self._counts_tokens], dtype=torch.float64)
-        given = {name: _as_float(value) / ctx.world_size for name, value in means.items() if value is not None}
+        given = {
+            name: local(torch.as_tensor(value, dtype=torch.float64).detach()).reshape(1) / ctx.world_size
+            for name, value in means.items()
+            if value is not None
+        }
         floats = [one.to(device) for one in (counts, *given.values())]
         wait = self._add_up(torch.cat([words & 0xFFFFFFFF, words >> 32, *floats, squares]))
         skipping = [offer for each in self._optimizers.values() for offer in offered(each, SkippingStep)]
-        line: dict[str, Any] = {
-            "step": step,
-            "rates": self._rates(),
-            "skipped": any(offer.skipped for offer in skipping),
-        }
+        rates, skipped = self._rates(), any(offer.skipped for offer in skipping)
 
         def write() -> None:
             numbers = wait()
@@ -211,10 +204,10 @@ class Ledger:
             digest, random, *found = [(int(low) + (int(high) << 32)) % 2**64 for low, high in halves]
             samples, tokens, *rest = numbers[2 * len(words) :]
             units, norms = len(squares), rest[len(given) :]
-            line.update(zip(given, map(_json, rest), strict=False), tokens=int(tokens), random=f"{random:016x}")
-            if self._samples.are_known:
-                line.update(samples=int(samples), digest=f"{digest:016x}")
-            line["sums"] = [f"{one:016x}" for one in found[:units]]
+            line: dict[str, Any] = {"step": step, "rates": rates, "skipped": skipped, "random": f"{random:016x}"}
+            line |= dict(zip(given, map(_json, rest), strict=False))
+            line |= {"samples": int(samples), "digest": f"{digest:016x}"} if self._samples.are_known else {}
+            line |= {"tokens": int(tokens), "sums": [f"{one:016x}" for one in found[:units]]}
             line["norms"] = {at: _json(norms[at] ** 0.5) for at in range(step % TURNS, units, TURNS)}
             drifted = [at for at, zero in enumerate(found[units:]) if zero]
             if self._writes:
@@ -233,8 +226,7 @@ class Ledger:
         if world.group is not None:
             work = dist.all_reduce(numbers, group=world.group, async_op=True)
         if numbers.device.type != "cpu":  # a copy follows on the device, and is there long before it is looked at
-            if work is not None:
-                work.wait()
+            wait_for_collective(work, world)
             work, event = None, torch.Event(device=numbers.device)
             numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
             event.record()
@@ -264,7 +256,8 @@ class Ledger:
         state = RngState.capture(ctx.device, ctx.engine)
         parts = [bytes(each.cpu().numpy()) for each in (state.cpu, state.device) if each is not None]
         text = json.dumps([ctx.rank, *map(generator_state, self._generators)]).encode()
-        return torch.tensor([signed(number_of(b"".join([text, *parts])))]).to(ctx.device)
+        digest = hashlib.blake2b(b"".join([text, *parts]), digest_size=8).digest()
+        return torch.tensor([int.from_bytes(digest, "little", signed=True)]).to(ctx.device)
 
     def _report_drift(self, step: int, units: list[int], mine: list[int]) -> None:
         """Say on all ranks which of them hold other values. Collectives: a gathering."""
@@ -316,11 +309,10 @@ class Ledger:
     def _facts(self) -> dict[str, Any]:
         """What the program is that records steps."""
         ctx, modules = self._ctx, list(self._modules.values())
+        parts = [part for module in modules for part in module.modules()]
+        policies = [offer.precision for part in parts for offer in offered(part, PrecisionOffer)]
         dtypes = {parameter.dtype for module in modules for parameter in module.parameters()}
-        for part in itertools.chain.from_iterable(module.modules() for module in modules):
-            for offer in offered(part, PrecisionOffer):
-                policy = offer.precision
-                dtypes |= {dtype for dtype in (policy.compute, policy.reduce, policy.matmul) if dtype is not None}
+        dtypes |= {dtype for one in policies for dtype in (one.compute, one.reduce, one.matmul) if dtype is not None}
         return program_facts(ctx, None, {}) | {
             "threads": torch.get_num_threads(),
             "mesh": ", ".join(f"{name}={size}" for name, size in ctx.axes),
@@ -329,11 +321,6 @@ class Ledger:
             "rounding": max([torch.finfo(d).eps for d in dtypes if d.is_floating_point], default=torch.finfo().eps),
             "units": self._parameters.units,
         }
-
-
-def _as_float(value: torch.Tensor | float) -> torch.Tensor:
-    number = local(value.detach()) if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-    return number.to(torch.float64).reshape(1)
 
 
 def _json(value: float) -> float | str:

@@ -14,7 +14,8 @@ import torch
 
 from weft.data.split.map_samples import as_index
 from weft.data.split.position import Cursor
-from weft.monitoring.run_ledger.exact_sums import Words, number_of, signed, weights
+from weft.monitoring.run_ledger.exact_sums import Words, signed, weights
+from weft.rng import mix
 from weft.tensors.blocks import whole
 from weft.tensors.checksums import can_be_read
 from weft.tensors.nested import leaves, rows_of
@@ -43,7 +44,7 @@ class SampleSums:
             if is_read and leaf.dim() and len(leaf) == count:
                 rows = leaf.detach().reshape(count, math.prod(leaf.shape[1:]))
                 read = Words(tuple(rows.shape), rows.dtype, whole(rows.shape))
-                factors = torch.from_numpy(weights(read.columns, number_of("/".join(path)))).to(rows.device)
+                factors = torch.from_numpy(weights(read.columns, mix(*path))).to(rows.device)
                 total += (read.of(rows) * factors).sum(1).to(total.device)
         total = (total ^ (total >> _SHIFT)) * _MIX  # so that what belongs to one row stays together
         self._sum = self._sum + (total ^ (total >> _SHIFT)).sum()
@@ -55,7 +56,7 @@ class SampleSums:
             for given in cursor.given or ():
                 ids = () if given.empty else [_number(as_index(one)) for one in given.ids[: given.valid]]
                 self._count += len(ids)
-                numbers += int(weights(ids, number_of(f"{place} {given.epoch}")).sum())
+                numbers += int(weights(ids, mix(place, given.epoch)).sum())
             cursor.given = deque(maxlen=_MOST)
         found = self._sum + signed(numbers), self._count
         self._sum, self._count = torch.zeros_like(self._sum), 0
@@ -68,4 +69,4 @@ class SampleSums:
 
 
 def _number(index: Any) -> int:
-    return index % 2**64 if isinstance(index, int) else number_of(repr(index))
+    return index % 2**64 if isinstance(index, int) else mix(index)
