@@ -65,7 +65,7 @@ def _failing(ctx, folder, part):
     return None
 
 
-@pytest.mark.parametrize("part", ["before", *slow("after")])
+@pytest.mark.parametrize("part", slow("before", "after"))
 def test_an_error_in_one_is_raised_on_all_ranks(tmp_path, part):
     texts, calls = zip(*run_ranks(_failing, 2, tmp_path, part), strict=True)
     assert all("save on rank 1" in text for text in texts)

@@ -22,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 import weft
-from tests.variants import slow_cases
+from tests.variants import slow, slow_cases
 
 
 class Box:
@@ -295,7 +295,7 @@ def test_a_request_to_a_store_that_goes_wrong(store, call, how):
     assert wrong == [] and (count >= 2 or (call == "rm_file" and how == "save"))  # nothing is removed
 
 
-@pytest.mark.parametrize("call", ["ls", "info", "cat_file", "open rb"])
+@pytest.mark.parametrize("call", ["ls", *slow("info", "cat_file", "open rb")])
 def test_a_reader_of_a_store_never_takes_an_error_for_damage(store, call):
     state, ctx = build(1)
     for step in (1, 2):

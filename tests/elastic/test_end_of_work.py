@@ -229,6 +229,7 @@ def test_a_break_ends_the_work_after_the_steps_that_were_made(where, steps):
     ctx.close()
 
 
+@pytest.mark.slow
 def test_a_break_out_of_a_step_that_has_failed_is_an_error():
     ctx, batches, model, optimizer = _batches()
     for (x,) in batches:

@@ -285,6 +285,7 @@ def rebound(ctx, attention):
         return {name: whole(p) for name, p in module.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_module_on_meta_and_an_optimizer_with_state():
     expected, source = reference(shared_by_all, 4), dict(model(shared_by_all).state_dict())
     for found in (

@@ -194,7 +194,7 @@ sys.exit({"ends": 0, "exits": 3}[sys.argv[1]])
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("exits", 3), *slow_cases(("ends", 0), ("raises", 1))])
+@pytest.mark.parametrize(("how", "code"), slow_cases(("exits", 3), ("ends", 0), ("raises", 1)))
 def test_functions_of_atexit_are_called(tmp_path, how, code):
     _write(tmp_path, "train.py", EXITS)
     done = _launch("-n", 2, "train.py", how, folder=tmp_path)

@@ -144,6 +144,7 @@ def test_a_port_at_which_somebody_listens_and_says_nothing():
         assert time.monotonic() - begin < 10
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_not_launched():
     place = Topology(rank=0, world_size=2, master_addr="127.0.0.1", master_port=_free_port())
     with told("peers/connect.py", "cannot connect to the others of its job") as it:

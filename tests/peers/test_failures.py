@@ -102,7 +102,7 @@ def script(tmp_path):
     ("fault", "n", "text"),
     [
         pytest.param("raise", 2, "rank 1 failed.*ValueError: the data of rank 1 is bad", marks=pytest.mark.slow),
-        ("kill", 2, "rank 1 failed.*its process is gone"),
+        pytest.param("kill", 2, "rank 1 failed.*its process is gone", marks=pytest.mark.slow),
         pytest.param("hang", 2, f"rank 1 failed.*rank 1 did not arrive within {SHORT_S} s", marks=pytest.mark.slow),
         pytest.param(
             "only",

@@ -142,6 +142,7 @@ def test_a_program_may_end_while_a_thread_waits_for_a_key():
     assert (program.returncode, errors) == (0, "")
 
 
+@pytest.mark.slow
 def test_the_end_of_a_wait_leaves_a_key_as_if_it_were_not_there(store):
     before = set(threading.enumerate())
     first, second = (RankStore(each, limit_s=10) for each in store)

@@ -142,6 +142,7 @@ def planned_too_much(ctx, name):
     return fit(model, sequences(), loss_of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(3, ["first", "last", "blocks.0.norm"]))
 def test_a_part_that_sees_whole_features_is_not_added_up(name):
     expected = fit(made(Layers), sequences(), loss_of)

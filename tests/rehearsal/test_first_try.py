@@ -109,7 +109,7 @@ def rehearse(folder, before, lines, strategy="replicate", **options):
     return rehearse_script(script, [strategy], ranks=8, **options)
 
 
-@pytest.mark.parametrize(("body", "strategy"), diagonal(tuple(BODIES), STRATEGIES, every=3))
+@pytest.mark.parametrize(("body", "strategy"), diagonal(tuple(BODIES), STRATEGIES, every=4))
 def test_a_number_that_is_read_needs_no_answer(tmp_path, monkeypatch, body, strategy):
     monkeypatch.chdir(tmp_path)
     before, *lines = BODIES[body]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.variants import slow_cases
 from weft.testing import run_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "parallel_lm.py"
@@ -61,7 +62,7 @@ def test_every_mesh_gives_the_same_losses(alone, ranks, mesh, options):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({"tensor": 2}, {"pipeline": 2}), pytest.param({"pipeline": 2}, {"context": 2}, marks=pytest.mark.slow)],
+    slow_cases(({"tensor": 2}, {"pipeline": 2}), ({"pipeline": 2}, {"context": 2})),
 )
 def test_a_run_is_resumed_on_another_mesh(alone, before, after, tmp_path):
     first = _losses(2, before, steps=2, out=tmp_path)

@@ -279,7 +279,7 @@ def _with_state_on_cpu(ctx, strategy, offload, folder=None, *, narrow=False):
     [
         ("fully_shard", True, False),
         ("replicate", "optimizer", False),
-        ("fully_shard", "optimizer", True),
+        *slow_cases(("fully_shard", "optimizer", True)),
         *slow_cases(("fully_shard", "optimizer", False), ("zero 1", "optimizer", True), ("zero 1", "optimizer", False)),
         *slow_cases(("zero 2", "optimizer", False), ("zero 3", "optimizer", False), ("zero 3", "cpu", True)),
     ],

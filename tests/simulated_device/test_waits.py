@@ -285,7 +285,7 @@ CASES = {
     "any_rank": (_torch_ddp, _asked, 0),
     "throughput": (_torch_ddp, _measured, 0),
 }
-QUICK = ("replicate", "fully_shard", "zero 1", "pipeline, 1f1b", "experts", "watch_health", "any_rank", "fp16")
+QUICK = ("replicate", "fully_shard", "zero 1", "watch_health", "any_rank", "fp16")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in CASES if name not in QUICK))])

@@ -139,7 +139,7 @@ def _all_schedules(ctx, make):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "make"), [(2, _tied), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, _net), (4, _tied)))]
+    ("ranks", "make"), [(2, _net), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, _tied), (4, _tied)))]
 )
 def test_every_schedule_computes_the_numbers_of_one_process(ranks, make):
     model = make()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.lm import LM, PLAN, WIDTH, difference, loss_of, model, optimizer_of, reference, samples, whole
+from tests.variants import slow_cases
 from tests.variants import slow
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError, ProbeFailed
 from weft.testing import largest_difference, run_ranks
@@ -62,19 +63,14 @@ def test_training_is_that_of_one_process(ranks, steps, sequence):
 
 @pytest.mark.parametrize(
     ("strategy", "steps", "sequence"),
-    [
+    slow_cases(
         ("fully_shard", 1, True),
-        *(
-            pytest.param(strategy, 3, sequence, marks=pytest.mark.slow)
-            for strategy, sequence in (
-                ("replicate", True),
-                ("fully_shard", False),
-                ("zero1", True),
-                ("zero2", False),
-                ("zero3", True),
-            )
-        ),
-    ],
+        ("replicate", 3, True),
+        ("fully_shard", 3, False),
+        ("zero1", 3, True),
+        ("zero2", 3, False),
+        ("zero3", 3, True),
+    ),
 )
 def test_with_a_strategy_over_the_data_axes(strategy, steps, sequence):
     losses, norms, expected = reference(samples(ROWS), BATCH, steps)
