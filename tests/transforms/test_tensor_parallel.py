@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.lm import LM, PLAN, WIDTH, difference, loss_of, model, optimizer_of, reference, samples, whole
-from tests.variants import slow_cases
-from tests.variants import slow
+from tests.variants import slow, slow_cases
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError, ProbeFailed
 from weft.testing import largest_difference, run_ranks
 
