@@ -48,7 +48,7 @@ def test_batch_math():
 
 
 def test_no_batch_size_fits():
-    ctx, memory = weft.local(), 1000
+    ctx, memory = weft.local(), 7000
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()) for _ in range(8)))
 
     def trial(size):
@@ -65,13 +65,13 @@ def test_no_batch_size_fits():
         weft.data.find_batch_size(trial, ctx, shrink=lambda size: size)
     it.run(trial=trial, ctx=ctx)
     with told("data/batch_size.py", "f'out of memory with {listed(tried)}'") as it:
-        weft.data.find_batch_size(trial, ctx, smallest=100)
+        weft.data.find_batch_size(trial, ctx, smallest=110)
     it.run(trial=trial, ctx=ctx)
     memory = 100
     with told("data/batch_size.py", "f'out of memory with {listed(tried)}'") as it:
-        weft.data.find_batch_size(trial, ctx)
+        weft.data.find_batch_size(trial, ctx, start=8)
     ctx = it.run(model=model, ctx=ctx, Block=nn.Sequential)["ctx"]
-    assert weft.data.find_batch_size(trial, ctx) > 1
+    assert weft.data.find_batch_size(trial, ctx, start=8) > 1
 
 
 def test_what_split_between_cannot_cut():
