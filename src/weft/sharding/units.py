@@ -244,7 +244,7 @@ def _ignored_in(what: str, module: nn.Module, chosen: Selection | None, more: Co
     return tuple(
         name
         for name, p in module.named_parameters()
-        if id(p) in whole or name in more or not p.dim() or not p.numel() or (_is_integer(p) and not integers)
+        if id(p) in whole or name in more or not p.dim() or not p.numel() or (integers and _is_integer(p))
     )
 
 
