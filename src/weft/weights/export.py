@@ -208,7 +208,7 @@ def renamed_tensors(
 
 def _shards(tensors: Mapping[str, Tensor], name: str, *, limit: int) -> dict[str, list[str]]:
     """Which tensors are in which file, in the order of the module; what is larger than one file gets its own."""
-    shards = list(in_buckets(tensors, lambda key: tensors[key].size, limit))
+    shards = list(in_buckets(tensors, lambda key: tensors[key].size, limit)) or [[]]
     many = len(shards)
     if many == 1:
         return {f"{name}.safetensors": shards[0]}
