@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch._dynamo  # noqa: F401  (any optimizer imports it, and it sets variables; not ours to answer for)
 
+from weft.tensors.rng_state import seed_torch
 from weft.testing import run_ranks
 from weft.testing.ranks import RankPool
 
@@ -109,7 +110,7 @@ def _state():
 
 @pytest.fixture(autouse=True)
 def leak_police():
-    torch.manual_seed(0)
+    seed_torch(0)
     random.seed(0)
     before = _state()
     before["environment"].pop("PYTEST_CURRENT_TEST", None)

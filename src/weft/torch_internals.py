@@ -244,10 +244,7 @@ strided_shard = Private(f"{_SHARDS}.placement_types", "_StridedShard", "fully_sh
 block_of = Private(f"{_SHARDS}._utils", "compute_local_shape_and_global_offset", "checkpoints of shards")
 propagate = Private(f"{_SHARDS}._sharding_prop:ShardingPropagator", "_propagate_tensor_meta_non_cached", "a rehearsal")
 DISTRIBUTED = Attribute(f"{_SHARDS}._api:distribute_module", "_distribute_module_applied", "undo of tensor_parallel")
-CLEAR_PROPAGATION = tuple(
-    Private(f"{_SHARDS}.debug", name, "the end of a context", since)
-    for name, since in (("_clear_sharding_prop_cache", "2.13"), ("_clear_python_sharding_prop_cache", "2.10"))
-)
+clear_propagation = Private("torch._C", "_clear_DTensor_sharding_propagator_cache", "the end of a context", "2.13")
 JOIN_MESHES = Attribute(f"{_MESH}:DeviceMesh", "_concatenate", "zero_partition on hybrid meshes", since="2.10")
 mesh_resources = Private(_MESH, "_mesh_resources", "the same, before that")
 

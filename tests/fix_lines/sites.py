@@ -31,26 +31,45 @@ class Site:
     pattern: re.Pattern
 
 
-@functools.cache
 def sites():
     """All sites of the package."""
-    positions, found = {}, []
-    trees = {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
-    for file, tree in trees.items():
-        for function in _functions(tree):
-            names = [a.arg for a in function.args.args if a.arg not in ("self", "cls")]
-            if "fix" in names:
-                positions[file if function.name.startswith("_") else "", function.name] = names.index("fix")
-    for file, tree in trees.items():
-        for call, around in _calls(tree, []):
-            value = _given(call, file, positions)
-            leaves = [] if value is None else _leaves(value, around, tree)
-            if leaves:
-                pattern = "|".join(dict.fromkeys(_pattern(one) for one in leaves))
-                text = " ".join(ast.unparse(call).split())
-                pattern = re.compile(pattern, re.DOTALL)
-                found.append(Site(file, call.lineno, call.end_lineno, text, len(leaves), pattern))
+    return tuple(
+        site for path in sorted(SOURCE.rglob("*.py")) for site in sites_of(path.relative_to(SOURCE).as_posix())
+    )
+
+
+@functools.cache
+def sites_of(file):
+    """The sites in a file."""
+    tree, found = _tree(file), []
+    for call, around in _calls(tree, []):
+        value = _given(call, file, _positions())
+        leaves = [] if value is None else _leaves(value, around, tree)
+        if leaves:
+            pattern = "|".join(dict.fromkeys(_pattern(one) for one in leaves))
+            text = " ".join(ast.unparse(call).split())
+            pattern = re.compile(pattern, re.DOTALL)
+            found.append(Site(file, call.lineno, call.end_lineno, text, len(leaves), pattern))
     return tuple(found)
+
+
+@functools.cache
+def _positions():
+    """Which argument of a function is its `fix`: by name, and by file if it is private."""
+    positions = {}
+    for path in SOURCE.rglob("*.py"):
+        if "fix: " in path.read_text():  # to parse all files takes seconds
+            file = path.relative_to(SOURCE).as_posix()
+            for function in _functions(_tree(file)):
+                names = [a.arg for a in function.args.args if a.arg not in ("self", "cls")]
+                if "fix" in names:
+                    positions[file if function.name.startswith("_") else "", function.name] = names.index("fix")
+    return positions
+
+
+@functools.cache
+def _tree(file):
+    return ast.parse((SOURCE / file).read_text())
 
 
 def _functions(tree):

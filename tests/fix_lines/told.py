@@ -5,7 +5,7 @@ import sys
 import warnings
 
 import weft
-from tests.fix_lines.sites import SOURCE, sites
+from tests.fix_lines.sites import SOURCE, sites_of
 from weft import errors
 
 
@@ -24,7 +24,7 @@ class Told:
 
 def site_of(file, words):
     """The one call with a `fix:` line in a file of the package whose source holds these words."""
-    found = [site for site in sites() if site.file == file and words in site.text]
+    found = [site for site in sites_of(file) if words in site.text]
     assert len(found) == 1, f"told({file!r}, {words!r}): {len(found)} places: {[site.first for site in found]}"
     return found[0]
 

@@ -162,12 +162,14 @@ def forget_groups(*, is_device_usable: bool = True) -> None:
         from torch.distributed.tensor import DTensor  # noqa: PLC0415  (see above)
 
         version: Any = torch.__version__
-        every, one = torch_internals.CLEAR_PROPAGATION  # torch 2.13's clears two memories, and there was one before
-        if version >= (2, 10):
-            clear: Any = (every if every.exists else one).found
-        else:
-            dispatcher = torch_internals.DISPATCHER.of(DTensor)
-            clear = dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+        memories = [torch_internals.DISPATCHER.of(DTensor).sharding_propagator.propagate_op_sharding.cache.cache_clear]
+        if version >= (2, 13) or torch_internals.clear_propagation.exists:  # there was one memory before
+            memories.append(torch_internals.clear_propagation.found)
+
+        def clear() -> None:
+            for memory in memories:
+                memory()
+
         clear()
         if is_device_usable:
             _call_in_backward(clear)

@@ -16,6 +16,12 @@ _Python = random.Random  # noqa: S311  (states, no secrets)
 Generator: TypeAlias = torch.Generator | _Python | np.random.Generator | np.random.RandomState
 
 
+def seed_torch(number: int) -> None:
+    """As `torch.manual_seed`, which without an accelerator writes a stack trace for each kind that might begin."""
+    seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    seed(number)
+
+
 class DeviceRng(Protocol):
     """Who knows the random state of a device; engines do."""
 

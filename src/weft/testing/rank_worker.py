@@ -27,6 +27,7 @@ import torch.distributed as dist
 from weft import torch_internals
 from weft.context import DistContext, adopt, local
 from weft.peers.gloo_connections import connections
+from weft.tensors.rng_state import seed_torch
 from weft.testing.fake import fake
 
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # upon which a rank writes down where it is
@@ -62,6 +63,7 @@ def serve_jobs(fd: int, rank: int, request: dict[str, Any]) -> None:
         data, failed = _run(job, size, printed, whole)
         pipe.send_bytes(data)
         gc.collect()  # groups that nothing refers to any more have threads that keep looking
+        gc.freeze()  # the next collection need not look at what a job has imported
         if failed and dist.is_initialized():
             # The world ends now; ranks that wait for this one in a collective wake up at once.
             dist.destroy_process_group()
@@ -118,7 +120,7 @@ def _context(options: dict[str, Any], size: int) -> DistContext:
 def _reset() -> None:
     """Let no job see what an earlier one left behind."""
     warnings.filters[:] = _FILTERS  # type: ignore[index]
-    torch.manual_seed(0)
+    seed_torch(0)
     random.seed(0)
     np.random.seed(0)
     torch.set_default_dtype(torch.float32)

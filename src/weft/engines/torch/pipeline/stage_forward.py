@@ -30,6 +30,7 @@ from weft.engines.torch.probes.no_trace import random_kept
 from weft.errors import ContractError
 from weft.private_names import replaced
 from weft.tensors.nested import map_tensors, tensors
+from weft.tensors.rng_state import seed_torch
 
 _IN_ORDER = "weft.pipeline(model, ctx, stages=[[names of layers], ...]) in the order of forward"
 _OF_ITS_STAGE = "stages=[...] with the name of the parameter in the stage that uses it, or in the forward of a layer"
@@ -179,7 +180,7 @@ class StageForward:
         """Run a layer, and note what it returns, without values."""
         with random_kept() if self.seeds else contextlib.nullcontext():
             if self.seeds:
-                torch.manual_seed((1 + self._numbers[name]) << 32)
+                seed_torch((1 + self._numbers[name]) << 32)
             output = run(*args, **kwargs)
         self._given[name] = map_tensors(lambda tensor: RemoteOutput.like(tensor, any_shape=True), output)
         return output

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from weft import torch_internals
+from weft.tensors.rng_state import seed_torch
 
 _Shapes = tuple[tuple[int, ...] | None, ...]
 
@@ -31,7 +32,7 @@ class SameDraws(torch_internals.dispatch_mode.base):  # type: ignore[name-define
 
     def begin(self, *, together: bool) -> None:
         """The next call begins."""
-        _seed(0)
+        seed_torch(0)
         self._is_together = together
         if not together:
             self._parts.append({})
@@ -65,16 +66,10 @@ class SameDraws(torch_internals.dispatch_mode.base):  # type: ignore[name-define
 
 
 def _draw(func: Any, args: Any, kwargs: Any, number: int) -> Any:
-    _seed(number)
+    seed_torch(number)
     result = func(*args, **kwargs)
-    _seed((number + 1) % (1 << 62))
+    seed_torch((number + 1) % (1 << 62))
     return result
-
-
-def _seed(number: int) -> None:
-    # manual_seed writes a stack trace for each kind of device that a process without devices may begin to use.
-    seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
-    seed(number)
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
