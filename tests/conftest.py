@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 import time
+import zlib
 
 import hypothesis
 import pytest
@@ -40,11 +41,24 @@ torch.manual_seed(0)  # parameters of tests that are drawn are the same in all w
 
 
 def pytest_collection_modifyitems(config, items):
-    """Suites of their own: `pytest -m slow`; `-m deepspeed` and `-m xla` with the extra, `-m gpu` with a device."""
-    if "slow" not in config.option.markexpr:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
+    """Suites of their own: `pytest -m slow`; `-m deepspeed` and `-m xla` with the extra, `-m gpu` with a device.
+
+    `-m variant` runs all variants of cases that are in another suite; every third is in the slow one, too.
+    """
+    chosen = config.option.markexpr
+    kept, left_out = [], []
+    for item in items:
+        is_variant = item.get_closest_marker("variant") is not None
+        if is_variant and zlib.crc32(item.nodeid.encode()) % 3:
+            needed = "variant" in chosen
+        else:
+            if is_variant:
+                item.add_marker("slow")
+            needed = "slow" in chosen or "variant" in chosen or not item.get_closest_marker("slow")
+        (kept if needed else left_out).append(item)
+    if left_out:
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
     missing = {
         "deepspeed": importlib.util.find_spec("deepspeed") is None and "needs the extra deepspeed",
         "xla": importlib.util.find_spec("torch_xla") is None and "needs the extra xla",

@@ -75,7 +75,7 @@ def _both_ways(ctx, name):
     [
         ("16 bits", 1),
         ("fully_shard", 2),
-        *(pytest.param(name, ranks, marks=pytest.mark.slow) for name in SETTINGS for ranks in (1, 2, 4)),
+        *(pytest.param(name, ranks, marks=pytest.mark.variant) for name in SETTINGS for ranks in (1, 2, 4)),
     ],
 )
 def test_the_lines_do_what_the_call_did(name, ranks):

@@ -1,18 +1,18 @@
-"""Variants of a case that is in the ordinary suite: `pytest -m slow` runs them."""
+"""Variants of a case that is in the ordinary suite: `pytest -m variant` runs them, and `pytest -m slow` every third."""
 
 import itertools
 
 import pytest
 
 
-def slow(*values):
+def variants(*values):
     """Values of one parameter."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+    return [pytest.param(value, marks=pytest.mark.variant) for value in values]
 
 
-def slow_cases(*cases):
+def variant_cases(*cases):
     """Values of several parameters, each a tuple."""
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+    return [pytest.param(*case, marks=pytest.mark.variant) for case in cases]
 
 
 def diagonal(first, second, *, every=1):
@@ -22,7 +22,7 @@ def diagonal(first, second, *, every=1):
     """
     quick = {(i % len(first), i % len(second)) for i in range(0, max(len(first), len(second)), every)}
     return [
-        pytest.param(one, two, marks=[] if (i, j) in quick else [pytest.mark.slow])
+        pytest.param(one, two, marks=[] if (i, j) in quick else [pytest.mark.variant])
         for i, one in enumerate(first)
         for j, two in enumerate(second)
     ]
@@ -30,7 +30,7 @@ def diagonal(first, second, *, every=1):
 
 def one_in(number, values):
     """All values of one parameter; the ordinary suite runs the first of every so many."""
-    return [pytest.param(one, marks=[pytest.mark.slow] if at % number else []) for at, one in enumerate(values)]
+    return [pytest.param(one, marks=[pytest.mark.variant] if at % number else []) for at, one in enumerate(values)]
 
 
 def pairs(*options):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.variants import slow
+from tests.variants import variants
 from weft.errors import PeerError
 from weft.testing import run_ranks
 
@@ -41,7 +41,7 @@ def _swapped(ctx, folder, save):
     return calls, own
 
 
-@pytest.mark.parametrize("save", slow(weft.save, weft.save_async))
+@pytest.mark.parametrize("save", variants(weft.save, weft.save_async))
 def test_they_see_what_is_saved_and_what_was_restored(tmp_path, save):
     for calls, own in run_ranks(_swapped, 2, tmp_path, save):
         assert calls == ["before save", "after save", "before restore", "after restore"]
@@ -65,7 +65,7 @@ def _failing(ctx, folder, part):
     return None
 
 
-@pytest.mark.parametrize("part", slow("before", "after"))
+@pytest.mark.parametrize("part", variants("before", "after"))
 def test_an_error_in_one_is_raised_on_all_ranks(tmp_path, part):
     texts, calls = zip(*run_ranks(_failing, 2, tmp_path, part), strict=True)
     assert all("save on rank 1" in text for text in texts)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import weft
 from tests.checkpoint.folders import folders
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.checkpoint.state.json_values import encode
 from weft.checkpoint.storage.directory import Directory
 from weft.collectives.encoding import decode
@@ -818,7 +818,7 @@ def test_a_late_rank_is_waited_for(tmp_path):
     assert min(run_ranks(saves, 2, tmp_path)) >= 4
 
 
-@pytest.mark.parametrize(("instead", "ranks"), [("reduces", 2), *slow_cases(("reduces", 4), ("meets", 3))])
+@pytest.mark.parametrize(("instead", "ranks"), [("reduces", 2), *variant_cases(("reduces", 4), ("meets", 3))])
 def test_save_on_one_rank_only_fails_on_all_soon_and_names_the_others_line(tmp_path, instead, ranks):
     def saves(ctx, folder):
         state = _state(ctx, box=Box())

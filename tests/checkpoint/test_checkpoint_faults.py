@@ -27,7 +27,7 @@ from torch import nn
 
 import weft
 from tests.checkpoint.folders import folders
-from tests.variants import slow
+from tests.variants import variants
 from weft.checkpoint.format.manifest import check, read_manifest
 from weft.errors import CheckpointError, PeerError
 from weft.testing import RanksFailed, run_ranks
@@ -118,7 +118,7 @@ def _saves_until_killed(ctx, folder, victims, delay, saves):
         (folder / f"done-{ctx.rank}").write_text(str(step))
 
 
-@pytest.mark.parametrize("ranks", [1, *slow(2)])
+@pytest.mark.parametrize("ranks", [1, *variants(2)])
 def test_kills_at_random_moments_of_a_save_lose_nothing(tmp_path, ranks):
     chance = random.Random(7)
     for trial in range(8):

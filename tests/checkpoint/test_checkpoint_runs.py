@@ -443,7 +443,7 @@ def test_a_reader_beside_a_run_that_removes_what_it_was_told_of_looks_again(tmp_
         assert weft.checkpoint.latest(tmp_path).name == "step-00000004"
 
 
-@pytest.mark.parametrize("reads", [60, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("reads", [60, pytest.param(2000, marks=[pytest.mark.variant, pytest.mark.timeout(600)])])
 def test_readers_beside_a_run_that_keeps_one_always_find_one(tmp_path, reads):
     state, ctx = _saved(tmp_path, [0])
     ends, failed = threading.Event(), []

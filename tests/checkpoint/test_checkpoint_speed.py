@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import weft
-from tests.variants import slow
+from tests.variants import variants
 from weft.checkpoint.format.manifest import FileEntry, Manifest, Piece, TensorEntry, check, read_manifest
 
 
@@ -94,7 +94,8 @@ WIDE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dimension", ["second", "all", *slow("first", "last", "two")])
+@pytest.mark.slow
+@pytest.mark.parametrize("dimension", ["second", "all", *variants("first", "last", "two")])
 def test_a_manifest_of_16_000_pieces_is_checked_in_no_more_than_linear_time(tmp_path, dimension):
     entry = _cut(*WIDE[dimension])
     assert len(entry.pieces) == 16_000
@@ -171,7 +172,7 @@ def _save_s(folder, kept, tensors):
     return [min(taken[keep]) for keep in kept]
 
 
-@pytest.mark.parametrize("tensors", [50, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tensors", [50, pytest.param(2_000, marks=pytest.mark.variant)])
 def test_keeping_100_costs_at_most_twice_what_keeping_10_does(tmp_path, tensors):
     few, many = _save_s(tmp_path, (10, 100), tensors)
     assert many < 2 * few, (few, many)

@@ -22,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 import weft
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 
 
 class Box:
@@ -260,11 +260,12 @@ ERRORS = (OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES
 REQUESTS = ("ls", "info", "cat_file", "pipe_file", "rm_file", "open wb", "open rb", "write")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "call"),
     [
         *(("keep", call) for call in REQUESTS[3:]),
-        *slow_cases(
+        *variant_cases(
             *(("keep", call) for call in REQUESTS[:3]),
             *((("save", "save_async")[at % 2], call) for at, call in enumerate(REQUESTS)),
         ),
@@ -295,7 +296,7 @@ def test_a_request_to_a_store_that_goes_wrong(store, call, how):
     assert wrong == [] and (count >= 2 or (call == "rm_file" and how == "save"))  # nothing is removed
 
 
-@pytest.mark.parametrize("call", ["ls", *slow("info", "cat_file", "open rb")])
+@pytest.mark.parametrize("call", ["ls", *variants("info", "cat_file", "open rb")])
 def test_a_reader_of_a_store_never_takes_an_error_for_damage(store, call):
     state, ctx = build(1)
     for step in (1, 2):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.checkpoint.reader import Reader
 from weft.errors import CheckpointError
 from weft.testing import RanksFailed, run_ranks
@@ -67,7 +67,7 @@ def _restored(ctx, folder, steps):
     return _values(model, optimizer), nbytes, stays
 
 
-@pytest.mark.parametrize(("saved_by", "n"), [(2, 1), (2, 2), *slow_cases((1, 2), (2, 4))])
+@pytest.mark.parametrize(("saved_by", "n"), [(2, 1), (2, 2), *variant_cases((1, 2), (2, 4))])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_files_are_checked_once_and_each_rank_reads_what_it_holds(tmp_path, saved_by, n, steps):
     expected = run_ranks(_saved, saved_by, tmp_path)[0]
@@ -107,6 +107,7 @@ def _peak_bytes():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["replicate", "fully_shard"])
 def test_there_is_no_second_copy_of_the_state(tmp_path, strategy):
     for more, state in run_ranks(_peak, 2, tmp_path, strategy):

@@ -21,7 +21,7 @@ from torch import nn
 
 import weft
 from tests.checkpoint.folders import folders
-from tests.variants import slow
+from tests.variants import variants
 from weft.checkpoint.save_async import _Saver
 from weft.checkpoint.staging import Staged, Staging
 from weft.context import shutdown
@@ -180,7 +180,8 @@ def _saves_both_ways(ctx, folder):
         assert [path.name for path in folders(folder / f"{strategy}{ctx.world_size}")] == ["step-00000003"]
 
 
-@pytest.mark.parametrize("ranks", [2, *slow(1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, *variants(1)])
 def test_every_strategy_writes_the_bytes_that_save_writes(tmp_path, ranks):
     run_ranks(_saves_both_ways, ranks, tmp_path)
 
@@ -504,7 +505,7 @@ def _saves_until_killed(ctx, folder, victims, delay, waits):
 
 @pytest.mark.parametrize(
     ("ranks", "trials"),
-    [(1, NUM_TRIALS // 2), pytest.param(2, NUM_TRIALS - NUM_TRIALS // 2, marks=pytest.mark.slow)],
+    [(1, NUM_TRIALS // 2), pytest.param(2, NUM_TRIALS - NUM_TRIALS // 2, marks=pytest.mark.variant)],
 )
 def test_kills_at_random_moments_lose_nothing(tmp_path, ranks, trials):
     chance = random.Random(11)

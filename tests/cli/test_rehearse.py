@@ -40,6 +40,7 @@ def script(tmp_path):
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_script_is_rehearsed_as_it_is(script, tmp_path, capsys):
     out = tmp_path / "rehearsal.json"
     command = [
@@ -114,6 +115,7 @@ def test_an_error_of_so_many_ranks_is_that_of_a_real_run(script, capsys):
     assert main(["rehearse", "--ranks", "8", script, "40", "divide"]) == 0
 
 
+@pytest.mark.slow
 def test_a_number_that_the_script_reads_is_assumed(script, capsys):
     line = next(number for number, text in enumerate(SCRIPT.splitlines(), 1) if "loss.item" in text)
     read = f"  train.py:{line}: a number that is read is"

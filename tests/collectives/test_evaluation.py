@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import weft
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.testing import run_ranks
 
 
@@ -246,7 +246,7 @@ def _every_dtype(ctx, count):
 
 
 @pytest.mark.parametrize(
-    ("n", "count"), [*((3, 0), (2, 1), (3, 5), (2, 2000)), *slow_cases((2, 0), (3, 1), (2, 5), (3, 2000))]
+    ("n", "count"), [*((3, 0), (2, 1), (3, 5), (2, 2000)), *variant_cases((2, 0), (3, 1), (2, 5), (3, 2000))]
 )
 def test_every_dtype_comes_back_bit_for_bit(n, count):
     for found in run_ranks(_every_dtype, n, count):

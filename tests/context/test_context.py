@@ -473,6 +473,7 @@ def _timeout(ctx):
     return 0.0, ""
 
 
+@pytest.mark.slow
 def test_a_timeout_fires_and_names_who_is_missing():
     (seconds, text), _ = run_ranks(_timeout, 2)
     assert 2 < seconds < 20

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.variants import slow
+from tests.variants import variants
 from weft.context.start import launched
 from weft.environments.joined import JOINED_VARIABLE, forget_joined, is_inside_a_rank, note_joined
 
@@ -105,7 +105,7 @@ def programs(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("more", slow([], ["again"]))
+@pytest.mark.parametrize("more", variants([], ["again"]))
 def test_a_process_of_a_rank_has_a_world_of_its_own(programs, more):
     command = [sys.executable, "-m", "weft", "launch", "-n", "2", "outside.py", *more]
     assert _run(command, programs) == [

@@ -56,7 +56,7 @@ def _train(ctx, strategy, end):
         ("replicate", ENDS),
         ("fully_shard", ENDS),
         *(
-            pytest.param(one, ENDS, marks=pytest.mark.slow)
+            pytest.param(one, ENDS, marks=pytest.mark.variant)
             for one in STRATEGIES
             if one not in ("replicate", "fully_shard")
         ),

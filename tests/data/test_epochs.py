@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import weft
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.errors import ContractError
 from weft.testing import fake, run_ranks
 
@@ -141,13 +141,13 @@ def _cases(ranks, kinds):
                         yield loop, by_hand, n, batch_size, steps, remainder, kind
 
 
-@pytest.mark.parametrize(("ranks", "every"), [(1, 5), (2, 17), *slow_cases((1, 1), (2, 3), (3, 5))])
+@pytest.mark.parametrize(("ranks", "every"), [(1, 5), (2, 17), *variant_cases((1, 1), (2, 3), (3, 5))])
 def test_a_loop_that_is_stopped_at_any_step_and_resumed_reads_what_one_reads_that_is_not(ranks, every):
     for wrong in run_ranks(_differences, ranks, list(_cases(ranks, ["map"]))[::every]):
         assert wrong == []
 
 
-@pytest.mark.parametrize("ranks", [*slow(1, 2, 3)])
+@pytest.mark.parametrize("ranks", [*variants(1, 2, 3)])
 @pytest.mark.parametrize("kind", ["stream", "unknown"])
 def test_the_same_of_streams(ranks, kind):
     cases = list(_cases(ranks, [kind]))[ranks % 2 :: 1 + ranks]  # others on each number of ranks

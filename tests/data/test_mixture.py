@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import weft
-from tests.variants import slow
+from tests.variants import variants
 from weft.data.order import mixed_order
 from weft.testing import fake, run_ranks
 
@@ -284,8 +284,8 @@ def test_ranks_and_positions(kind, stop):
                 assert rest == alone[start:]
 
 
-@pytest.mark.parametrize("kind", ["map", "seekable", "stateful", *slow("sized", "plain")])
-@pytest.mark.parametrize("persistent", [False, *slow(True)])
+@pytest.mark.parametrize("kind", ["map", "seekable", "stateful", *variants("sized", "plain")])
+@pytest.mark.parametrize("persistent", [False, *variants(True)])
 def test_workers(kind, persistent):
     def epochs(workers):
         loader = DataLoader(
@@ -390,7 +390,7 @@ def test_data_that_was_split_already():
         weft.shard_data(DataLoader(mixture), fake(0, 2), uneven="empty")
 
 
-@pytest.mark.parametrize("workers", [0, *slow(1)])
+@pytest.mark.parametrize("workers", [0, *variants(1)])
 def test_two_loaders_of_one_mixture_in_different_epochs(workers):
     mixture, later = make("map", "all"), epoch(make("map", "all"))
     one, other = (weft.shard_data(DataLoader(mixture, num_workers=workers), weft.local())[0] for _ in range(2))
@@ -483,7 +483,7 @@ class BrokenMap(Dataset):
 
 
 @pytest.mark.parametrize("source", [Broken(0, 6), BrokenMap()])
-@pytest.mark.parametrize("workers", [0, *slow(1)])
+@pytest.mark.parametrize("workers", [0, *variants(1)])
 def test_an_error_names_the_sample_and_its_source(source, workers):
     loader = DataLoader(weft.data.mix({"good": (range(9), 1), "bad": (source, 1)}, shuffle=False), num_workers=workers)
     loader, _ = weft.shard_data(loader, weft.local())

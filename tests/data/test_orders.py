@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 import weft
 from tests.data import samplers
-from tests.variants import slow
+from tests.variants import variants
 from weft.data.order.digest import digest_of
 from weft.data.order.sampler_state import SamplerState
 from weft.errors import ContextError, ContractError, PeerError
@@ -68,7 +68,7 @@ def _flat(epochs):
     return [i for epoch in epochs for step in epoch for i in step]
 
 
-@pytest.mark.parametrize("ranks", [2, *slow(4)])
+@pytest.mark.parametrize("ranks", [2, *variants(4)])
 def test_a_sampler_is_read_alike_by_any_number_of_ranks_and_resumed_on_another(ranks):
     alone, parts = run_ranks(_read, 1, AGAIN)[0], run_ranks(_read, ranks, AGAIN)[0]
     jobs, left = {1: [], ranks: []}, {1: [], ranks: []}
@@ -87,7 +87,7 @@ def test_a_sampler_is_read_alike_by_any_number_of_ranks_and_resumed_on_another(r
             assert got == expected, (kind, position)
 
 
-@pytest.mark.parametrize("kind", [samplers.Entropy, *slow(*samplers.RANKS_DIFFER[1:])])
+@pytest.mark.parametrize("kind", [samplers.Entropy, *variants(*samplers.RANKS_DIFFER[1:])])
 def test_ranks_whose_orders_differ_are_named_before_the_first_step(kind):
     with pytest.raises(RanksFailed) as failed:
         run_ranks(_read, 2, [kind])

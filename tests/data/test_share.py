@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import weft
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.testing import fake, largest_difference, run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "index.md"
@@ -193,7 +193,7 @@ def _all_kinds(ctx, kinds, strategy, steps, remainder):
     ("strategy", "steps", "remainder"),
     [
         ("replicate", 2, "carry"),
-        *slow_cases(("replicate", 1, "step"), ("replicate", 2, "step"), ("replicate", 2, "drop")),
+        *variant_cases(("replicate", 1, "step"), ("replicate", 2, "step"), ("replicate", 2, "drop")),
     ],
 )
 def test_any_split_has_the_gradient_of_the_mean_over_all_samples(strategy, steps, remainder):

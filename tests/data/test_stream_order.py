@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 import weft
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.collectives import reduce
 from weft.data.order.compare_order import compare_order
 from weft.data.order.sample_digest import ReadDigest, is_compared, next_looked_at
@@ -170,6 +170,7 @@ def _epochs(loader, count, stop=None):
 # -- streams that are changed by reading ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:shard_data. .* changes while it is read")
 @pytest.mark.parametrize("kind", SAME)
 def test_an_epoch_does_not_depend_on_what_was_read_before(kind):
@@ -185,8 +186,8 @@ def test_an_epoch_does_not_depend_on_what_was_read_before(kind):
 
 
 @pytest.mark.filterwarnings("ignore:shard_data. .* changes while it is read")
-@pytest.mark.parametrize("kind", [Position, OfNumpy, *slow(*SAME[1:])])
-@pytest.mark.parametrize(("workers", "persistent"), [(2, True), *slow_cases((1, True), (1, False))])
+@pytest.mark.parametrize("kind", [Position, OfNumpy, *variants(*SAME[1:])])
+@pytest.mark.parametrize(("workers", "persistent"), [(2, True), *variant_cases((1, True), (1, False))])
 def test_nor_on_the_worker_that_reads_it(kind, workers, persistent):
     whole = _epochs(_loader(kind, weft.local()), 3)[0]
     loader = _loader(kind, weft.local(), workers, persistent)
@@ -268,8 +269,8 @@ def _read(ctx, kind, workers=0, persistent=False, position=None, epochs=2):
 
 
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize("kind", [OfEntropy, *slow(OfProcess)])  # two ranks may read one time from a clock
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), *slow_cases(*WORKERS[1:])])
+@pytest.mark.parametrize("kind", [OfEntropy, *variants(OfProcess)])  # two ranks may read one time from a clock
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), *variant_cases(*WORKERS[1:])])
 def test_ranks_that_read_other_samples_raise_in_the_first_step(kind, workers, persistent):
     with pytest.raises(Exception, match="(?s)yields other samples on another rank.*after 0 steps") as raised:
         run_ranks(_read, 2, kind, workers, persistent)
@@ -291,7 +292,7 @@ def test_workers_that_read_other_samples_raise():
 
 
 @pytest.mark.parametrize("kind", [OfEntropy, OfClock])
-@pytest.mark.parametrize("workers", [0, *slow(1)])
+@pytest.mark.parametrize("workers", [0, *variants(1)])
 def test_a_stream_that_yields_other_samples_when_it_is_read_again_raises(kind, workers):
     positions = _epochs(_loader(kind, weft.local()), 1)[1]
     for position in positions[1:-1] if workers == 0 else positions[3:4]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import weft
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.testing import fake, run_ranks
 from weft.testing.equivalence import largest_difference
 
@@ -175,7 +175,7 @@ def test_going_on_at_another_number_of_ranks(kind, n, batch_size, world, other, 
         assert _counted(last)[0] == whole[later[0]["samples"] :]
 
 
-@pytest.mark.parametrize("kind", [Plain, Resumable, Shuffled, *slow(Seekable, SplitByWorker)])
+@pytest.mark.parametrize("kind", [Plain, Resumable, Shuffled, *variants(Seekable, SplitByWorker)])
 def test_workers_neither_repeat_nor_lose_samples(kind):
     alone, _ = _shares(lambda: kind(13), 2, 2, uneven="empty")
     several, positions = _shares(lambda: kind(13), 2, 2, uneven="empty", workers=2)
@@ -419,7 +419,7 @@ def _dispatched(ctx, cases):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, *slow(4)])
+@pytest.mark.parametrize("ranks", [2, *variants(4)])
 def test_dispatched_batches_are_those_that_each_rank_would_read(ranks):
     cases = [(n, uneven, 0, stream) for n in (9, 12) for uneven in ("empty", "pad") for stream in (False, True)]
     cases += [(9, "drop", 2, True)] if ranks == 2 else []
@@ -466,7 +466,7 @@ def _joined(ctx, strategy, known):
     ("ranks", "known", "strategy"),
     [
         *((2, False, "replicate"), (4, True, "zero")),
-        *slow_cases((2, False, "zero"), (4, True, "replicate"), (4, False, "replicate"), (4, False, "zero")),
+        *variant_cases((2, False, "zero"), (4, True, "replicate"), (4, False, "replicate"), (4, False, "zero")),
     ],
 )
 def test_ranks_with_fewer_batches_join_in(strategy, ranks, known):
@@ -533,7 +533,7 @@ def _reads(ctx, kind, workers):
 
 @pytest.mark.parametrize(
     ("kind", "workers"),
-    [*((Broken, 1), (Deadly, 1), (BrokenStream, 0)), *slow_cases((Broken, 0), (BrokenStream, 1))],
+    [*((Broken, 1), (Deadly, 1), (BrokenStream, 0)), *variant_cases((Broken, 0), (BrokenStream, 1))],
 )
 def test_an_error_on_one_rank_names_sample_and_rank_on_all(kind, workers):
     begin = time.monotonic()

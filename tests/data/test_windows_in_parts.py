@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.variants import diagonal, slow, slow_cases
+from tests.variants import diagonal, variant_cases, variants
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -124,7 +124,7 @@ def cases(strategies, uses):
     pairs = diagonal(strategies, uses)
     return [
         *(pytest.param(*pair.values, "last", marks=pair.marks) for pair in pairs),
-        *slow_cases(*((*pair.values, "every") for pair in pairs[::2])),
+        *variant_cases(*((*pair.values, "every") for pair in pairs[::2])),
     ]
 
 
@@ -150,11 +150,12 @@ def test_four_ranks_of_which_each_skips_another_one(strategy):
         assert largest_difference(found, expected) < 1e-13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "used"),
     [
         ("zero2", ONE["last"]),
-        *slow_cases(("zero3", ONE["middle"]), ("fully_shard", ONE["everything"]), ("fully_shard", ONE["last"])),
+        *variant_cases(("zero3", ONE["middle"]), ("fully_shard", ONE["everything"]), ("fully_shard", ONE["last"])),
     ],
 )
 def test_sharded_units_that_one_rank_does_not_call_are_named(strategy, used):
@@ -291,8 +292,8 @@ def _frozen_elsewhere(ctx, strategy, on_rank_0):
     model(batch(0, 0, ctx.rank)).square().sum().backward()
 
 
-@pytest.mark.parametrize("on_rank_0", [("blocks",), *slow(("blocks", "head"))], ids=["other ones", "nothing"])
-@pytest.mark.parametrize("strategy", ["fully_shard", *slow("replicate", "flat", "zero1", "zero2")])
+@pytest.mark.parametrize("on_rank_0", [("blocks",), *variants(("blocks", "head"))], ids=["other ones", "nothing"])
+@pytest.mark.parametrize("strategy", ["fully_shard", *variants("replicate", "flat", "zero1", "zero2")])
 def test_ranks_that_freeze_other_parameters_are_named(strategy, on_rank_0):
     began = time.monotonic()
     with pytest.raises(RanksFailed, match="trained parameters") as caught:
@@ -347,7 +348,9 @@ def _added(ctx, strategy, how):
     return "nothing raised", None
 
 
-@pytest.mark.parametrize("how", ["a layer", *slow("a layer in place of another", "a parameter in place of another")])
+@pytest.mark.parametrize(
+    "how", ["a layer", *variants("a layer in place of another", "a parameter in place of another")]
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_that_were_added_are_named(strategy, how):
     for text, difference in run_ranks(_added, 2, strategy, how):
@@ -400,7 +403,7 @@ def test_two_modules_of_a_window_that_all_ranks_skip(strategy, skips):
         assert largest_difference(found, expected) < 1e-13
 
 
-@pytest.mark.parametrize("strategy", slow("replicate", "flat", "zero1"))
+@pytest.mark.parametrize("strategy", variants("replicate", "flat", "zero1"))
 def test_two_modules_of_a_window_that_one_rank_skips_are_refused(strategy):
     began = time.monotonic()
     with pytest.raises(RanksFailed, match="did not call it|differ|reduces"):

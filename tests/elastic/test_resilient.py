@@ -157,6 +157,7 @@ def test_random_kills_and_stops(tmp_path, seed, shards):
     check(tmp_path, **setting)
 
 
+@pytest.mark.slow
 def test_a_second_process_of_a_replica_is_refused():
     store = torch.distributed.HashStore()
     board = RankStore(store, limit_s=5.0)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.testing import run_ranks
 
 
@@ -105,12 +105,13 @@ def _check(found, expected):
 MESHES = [({"expert": 2}, 2), ({"data": 2, "expert": 2}, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("skips", "mesh", "ranks", "strategy"),
     [
         (True, *MESHES[0], "replicate"),
         (True, *MESHES[0], "fully_shard"),
-        *slow_cases(
+        *variant_cases(
             (False, *MESHES[1], "fully_shard"),
             (True, *MESHES[1], "replicate"),
             (False, *MESHES[0], "replicate"),
@@ -126,7 +127,7 @@ def test_training_is_that_of_one_process(skips, mesh, ranks, strategy):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    slow_cases(
+    variant_cases(
         ((None, 1, None), ("fully_shard", 4, {"data": 2, "expert": 2})),
         (("replicate", 2, {"expert": 2}), (None, 1, None)),
         (("fully_shard", 4, {"data": 2, "expert": 2}), ("zero1", 2, {"expert": 2})),
@@ -152,7 +153,7 @@ def _taken_back(ctx, skips, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fully_shard", *slow("replicate", "zero1")])
+@pytest.mark.parametrize("strategy", ["fully_shard", *variants("replicate", "zero1")])
 def test_undo_gives_every_rank_all_experts(strategy):
     (expected,) = run_ranks(_taken_back, 1, True, None)
     for parameters in run_ranks(_taken_back, 2, True, strategy, mesh={"expert": 2}):

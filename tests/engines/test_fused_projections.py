@@ -165,6 +165,7 @@ def test_plans_are_read_from_shapes_and_code():
         weft.tensor_plan(nn.Sequential(nn.Linear(4, 8), nn.Linear(4, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "mesh", "strategy", "sequence"),
     [
@@ -172,7 +173,7 @@ def test_plans_are_read_from_shapes_and_code():
         (Split, {"tensor": 2}, None, False),
         (Grouped, {"tensor": 2}, None, False),
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
+            pytest.param(*each, marks=pytest.mark.variant)
             for each in [
                 (Viewed, {"tensor": 4}, None, False),
                 (Split, {"tensor": 4}, None, True),
@@ -196,7 +197,7 @@ def shared_by_all():
     return Grouped(groups=8)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.variant)])
 def test_ranks_share_a_head_of_keys(ranks):
     expected = reference(shared_by_all, 4)
     for found in run_ranks(train, ranks, shared_by_all, None, False, mesh={"tensor": ranks}):
@@ -232,7 +233,7 @@ def restored(ctx, attention, folder, strategy):
                 (2, {"data": 2}, "replicate"),
                 (4, {"data": 2, "tensor": 2}, "fully_shard"),
             ],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.variant,
         ),
     ],
     ids=["one", "others"],

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.host_reads import HostReads
-from tests.variants import slow
+from tests.variants import variants
 from weft.testing import run_ranks
 
 
@@ -33,7 +33,7 @@ STRATEGIES = {
     "zero 2": functools.partial(weft.zero_partition, stage=2),
     "zero 3": functools.partial(weft.zero_partition, stage=3),
 }
-CHECKED = [*slow(*list(STRATEGIES)[:3]), "fully_shard", *slow(*list(STRATEGIES)[4:])]
+CHECKED = [*variants(*list(STRATEGIES)[:3]), "fully_shard", *variants(*list(STRATEGIES)[4:])]
 _STEPS, _WARM_UP = 3, 3
 _MICRO = 2
 

@@ -46,7 +46,7 @@ def _train(ctx, strategy):
         return places, [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.variant)])
 def test_offloaded_shards_are_trained_as_in_one_process(n):
     plain = _net()
     _steps(plain, torch.optim.AdamW(plain.parameters(), 1e-2), weft.local())

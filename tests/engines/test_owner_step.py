@@ -164,7 +164,7 @@ def _run(ctx, folder, name, steps, restored=False, by="owner"):
     return [_whole(p) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ["shampoo", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["shampoo", pytest.param("muon", marks=pytest.mark.variant)])
 def test_state_is_restored_at_other_world_sizes_and_by_all(name, tmp_path):
     run_ranks(_run, 2, tmp_path, name, 2)
     expected = _plain_from(name)

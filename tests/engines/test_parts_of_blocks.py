@@ -93,7 +93,7 @@ def test_the_plan_names_every_part_of_the_blocks():
 
 @pytest.mark.parametrize(
     ("stepwise", "sequence"),
-    [(False, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(True, True), (False, False)])],
+    [(False, True), *(pytest.param(*each, marks=pytest.mark.variant) for each in [(True, True), (False, False)])],
 )
 def test_gradients_are_those_of_one_process(stepwise, sequence):
     expected = _gradients(weft.local(), stepwise, sequence)

@@ -8,7 +8,7 @@ import torch
 
 import weft
 from tests.fix_lines.told import told
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.errors import CheckpointError
 from weft.testing import largest_difference, run_ranks
 
@@ -154,7 +154,7 @@ def _streamed(ctx, kind, strategy):
 
 
 @pytest.mark.parametrize(("strategy", "kind"), [("fully_shard", "lora and a head"), ("tensor", "lora"),
-    *slow_cases(("fully_shard", "dora"), ("replicate", "ia3"), ("tensor", "lora and a head"))])  # fmt: skip
+    *variant_cases(("fully_shard", "dora"), ("replicate", "ia3"), ("tensor", "lora and a head"))])  # fmt: skip
 def test_adapters_are_streamed_merged_or_apart(strategy, kind, tmp_path):
     from safetensors.torch import load_file
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 import weft
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.errors import ProbeFailed
 from weft.testing import run_ranks
@@ -108,7 +108,7 @@ def _differences(found, expected):
         ("mistral", "packed", 2, "gather", "contiguous"),
         ("qwen2", "right", 4, "heads", "zigzag"),
         ("bert", "left", 2, "heads", "contiguous"),
-        *slow_cases(
+        *variant_cases(
             *(
                 (kind, layout, ranks, method, order)
                 for kind, layouts in {"llama": ("packed", "left", "right"), "qwen2": ("packed", "left")}.items()

@@ -94,7 +94,7 @@ TWO, FOUR, BOTH = {"context": 2}, {"context": 4}, {"data": 2, "context": 2}
         ("llama", TWO, "replicate", "heads", 3),
         ("mixtral", TWO, "fully_shard", "gather", 1),
         *(
-            pytest.param(kind, mesh, strategy, method, steps, marks=pytest.mark.slow)
+            pytest.param(kind, mesh, strategy, method, steps, marks=pytest.mark.variant)
             for kind, mesh, strategy, method, steps in (
                 ("llama", FOUR, "replicate", "heads", 1),  # fewer heads of keys than ranks
                 ("mixtral", FOUR, "fully_shard", "gather", 3),

@@ -104,7 +104,7 @@ FAST = ("fully_shard", {"expert": 2}, 2, 3)
 
 @pytest.mark.parametrize(
     ("strategy", "mesh", "ranks", "steps"),
-    [FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case != FAST)],
+    [FAST, *(pytest.param(*case, marks=pytest.mark.variant) for case in SLOW if case != FAST)],
 )
 def test_ten_steps_of_a_mixtral_are_those_of_one_process(strategy, mesh, ranks, steps):
     expected = _alone(_mixtral, steps)
@@ -253,7 +253,7 @@ BALANCED = [
 
 @pytest.mark.parametrize(
     ("build", "strategy", "ranks", "mesh"),
-    [BALANCED[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in BALANCED[1:])],
+    [BALANCED[0], *(pytest.param(*case, marks=pytest.mark.variant) for case in BALANCED[1:])],
 )
 def test_training_with_balanced_routers_is_that_of_one_process(build, strategy, ranks, mesh):
     losses, parameters = _balanced_alone(build)

@@ -49,7 +49,7 @@ def _sharded(ctx, name, folder):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "qwen2" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+    "name", [name if name == "qwen2" else pytest.param(name, marks=pytest.mark.variant) for name in MODELS]
 )
 def test_meta_sharded_and_loaded_it_trains_as_the_plain_model(name, tmp_path):
     torch.manual_seed(0)

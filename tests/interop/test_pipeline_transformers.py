@@ -88,13 +88,13 @@ def _trained(ctx, kind, strategy, sequence=False):
     [
         ({"pipeline": 2}, "llama tied"),
         ({"pipeline": 2}, "gpt2 tied"),
-        pytest.param({"pipeline": 2}, "llama", marks=pytest.mark.slow),
+        pytest.param({"pipeline": 2}, "llama", marks=pytest.mark.variant),
         ({"pipeline": 2}, "mixtral"),
-        pytest.param({"pipeline": 4}, "qwen tied", marks=pytest.mark.slow),
-        pytest.param({"data": 2, "pipeline": 2}, "qwen tied", marks=pytest.mark.slow),
-        pytest.param({"pipeline": 2, "tensor": 2}, "qwen tied", marks=pytest.mark.slow),
-        pytest.param({"data": 2, "pipeline": 2}, "mixtral", marks=pytest.mark.slow),
-        pytest.param({"pipeline": 2, "tensor": 2}, "mixtral", marks=pytest.mark.slow),
+        pytest.param({"pipeline": 4}, "qwen tied", marks=pytest.mark.variant),
+        pytest.param({"data": 2, "pipeline": 2}, "qwen tied", marks=pytest.mark.variant),
+        pytest.param({"pipeline": 2, "tensor": 2}, "qwen tied", marks=pytest.mark.variant),
+        pytest.param({"data": 2, "pipeline": 2}, "mixtral", marks=pytest.mark.variant),
+        pytest.param({"pipeline": 2, "tensor": 2}, "mixtral", marks=pytest.mark.variant),
         ({"pipeline": 2, "tensor": 2}, "qwen"),
     ],
     ids=str,
@@ -113,7 +113,7 @@ def test_ten_steps_are_those_of_one_process(mesh, kind):
         assert abs(sum(steps[step][0] for steps, _, _ in found) / len(found) - loss) < 1e-12
 
 
-@pytest.mark.parametrize("kind", ["qwen tied", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["qwen tied", pytest.param("llama", marks=pytest.mark.variant)])
 def test_parts_of_sequences_go_from_stage_to_stage(kind):
     model = _model(kind)
     numbers, parameters, logits = _fit(model, lambda x, y: _loss(model(x), y), weft.local(), steps=4)
@@ -224,8 +224,8 @@ UNEVEN = {"stages": [["model.embed_tokens"], LAYERS[:3], [LAYERS[3], "model.norm
     ("ranks", "kind", "options"),
     [
         (3, "llama", UNEVEN),
-        pytest.param(2, "mistral", {"schedule": "zbv_zero_bubble"}, marks=pytest.mark.slow),
-        pytest.param(2, "gpt2 tied", {}, marks=pytest.mark.slow),
+        pytest.param(2, "mistral", {"schedule": "zbv_zero_bubble"}, marks=pytest.mark.variant),
+        pytest.param(2, "gpt2 tied", {}, marks=pytest.mark.variant),
     ],
 )
 def test_every_rank_generates_what_one_process_does(ranks, kind, options):

@@ -25,7 +25,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "qwen2" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+    "name", [name if name == "qwen2" else pytest.param(name, marks=pytest.mark.variant) for name in MODELS]
 )
 def test_a_placed_model_gives_the_logits_and_tokens_of_the_one_in_memory(name, tmp_path):
     torch.manual_seed(0)

@@ -93,7 +93,7 @@ def _is_inside(name, outer):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.variant) for name in MODELS]
 )
 @pytest.mark.parametrize(
     "places", [("cpu", "disk"), ("cuda:0", "cpu"), ("cuda:0", "cuda:1", "cpu", "disk")], ids="-".join

@@ -16,7 +16,7 @@ import torch
 
 import weft.cli
 from tests.processes import is_alive, listening, until
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.context.config import LAUNCH, read_config
 from weft.errors import ContextError
 from weft.launching.devices import chosen_devices
@@ -74,7 +74,7 @@ def _command_lines():
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/net/tcp").exists(), reason="needs /proc")
-@pytest.mark.parametrize("given", slow("", "of the user"))
+@pytest.mark.parametrize("given", variants("", "of the user"))
 def test_a_job_on_one_node_listens_on_the_loopback_address_and_shows_its_secret_to_nobody(tmp_path, given):
     _write(tmp_path, "train.py", WAITS)
     command = [*PROGRAM, "launch", "-n", "2", "train.py"]
@@ -194,7 +194,7 @@ sys.exit({"ends": 0, "exits": 3}[sys.argv[1]])
 """
 
 
-@pytest.mark.parametrize(("how", "code"), slow_cases(("exits", 3), ("ends", 0), ("raises", 1)))
+@pytest.mark.parametrize(("how", "code"), variant_cases(("exits", 3), ("ends", 0), ("raises", 1)))
 def test_functions_of_atexit_are_called(tmp_path, how, code):
     _write(tmp_path, "train.py", EXITS)
     done = _launch("-n", 2, "train.py", how, folder=tmp_path)
@@ -457,7 +457,7 @@ def test_a_signal_ends_all_processes(tmp_path, number, whole_group):
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
-@pytest.mark.parametrize("kind", slow("script", "program"))
+@pytest.mark.parametrize("kind", variants("script", "program"))
 def test_no_rank_is_left_when_the_launcher_is_killed(tmp_path, kind):
     _write(tmp_path, "sleeps.py", SLEEPS)
     target = ["sleeps.py"] if kind == "script" else ["--no-python", sys.executable, "sleeps.py"]

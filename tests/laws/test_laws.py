@@ -3,7 +3,7 @@
 import pytest
 
 from tests.known_transforms import TRANSFORMS, objects_of, rules_of
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.testing import laws
 
 from .table import (
@@ -29,7 +29,7 @@ from .table import (
 
 ROWS = [
     *(row for row in TABLE if row is not COMPILED),
-    *slow(COMPILED),
+    *variants(COMPILED),
     *(pytest.param(row, marks=pytest.mark.deepspeed) for row in DEEPSPEED),
 ]
 
@@ -52,7 +52,7 @@ assert len(QUICK) == len(STRATEGIES)
     ("row", "ranks"),
     [
         *((row, 4) for row in QUICK),
-        *slow_cases(*((row, 4) for row in TABLE if row not in QUICK)),  # one rank: a law
+        *variant_cases(*((row, 4) for row in TABLE if row not in QUICK)),  # one rank: a law
         *(pytest.param(row, ranks, marks=pytest.mark.deepspeed) for row in DEEPSPEED for ranks in (1, 4)),
     ],
     ids=lambda value: getattr(value, "name", value),
@@ -109,7 +109,7 @@ WITH_DEEPSPEED = [
 @pytest.mark.parametrize(
     ("one", "two"),
     [
-        *(pytest.param(*pair, marks=[pytest.mark.slow] if _is_other(pair) else []) for pair in DIFFERENT),
+        *(pytest.param(*pair, marks=[pytest.mark.variant] if _is_other(pair) else []) for pair in DIFFERENT),
         *(pytest.param(*pair, marks=pytest.mark.deepspeed) for pair in WITH_DEEPSPEED),
     ],
     ids=lambda row: row.name,

@@ -595,6 +595,7 @@ def test_the_command_says_when_there_is_nothing(tmp_path, capsys):
     assert "is no folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_writes_where_it_is_told(tmp_path):
     _log_a_run(tmp_path, range(1, 3), monitoring.jsonl(tmp_path / "log.jsonl"))
     out = tmp_path / "pages" / "run.html"

@@ -14,7 +14,7 @@ from torch import nn
 
 import weft
 from tests.peers.waiting_group import NAME, register, wait_for_all
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.peers import straggler_watch
 from weft.testing import RanksFailed, run_ranks
 
@@ -203,7 +203,7 @@ _ALL = [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "make", "fault"), [*_DEFAULT, *slow_cases(*[case for case in _ALL if case not in _DEFAULT])]
+    ("ranks", "make", "fault"), [*_DEFAULT, *variant_cases(*[case for case in _ALL if case not in _DEFAULT])]
 )
 def test_who_waits_for_a_rank_that_does_not_come_raises_and_has_changed_nothing(
     ranks, make, fault, tmp_path, monkeypatch

@@ -163,6 +163,7 @@ def _both_meet(place):
         assert found.result().get("a") == b"b"
 
 
+@pytest.mark.slow
 def test_a_port_that_the_first_rank_finds_taken():
     with socket.create_server(("127.0.0.1", 0)) as held:
         place = Topology(rank=0, world_size=2, master_addr="127.0.0.1", master_port=held.getsockname()[1])

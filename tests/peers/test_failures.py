@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests.processes import until
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 
 # A short timeout is not to be spent on imports, which take as long as the machine needs: all begin together.
 MEETS = """
@@ -218,7 +218,7 @@ def _kill(pid):
     ("launcher", "where"),
     [
         ("variables", "backward"),
-        *slow_cases(("torchrun", "backward"), ("weft", "barrier")),
+        *variant_cases(("torchrun", "backward"), ("weft", "barrier")),
     ],
 )
 def test_a_frozen_rank_0_is_named_by_all_others(tmp_path, launcher, where):

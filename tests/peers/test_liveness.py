@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.collectives import primitives
 from weft.peers import straggler_watch
 from weft.testing import RanksFailed, run_ranks
@@ -80,7 +80,7 @@ def _fully_shard(ctx, sub):
     return lambda: model(torch.ones(1, 2)).sum().backward()
 
 
-_CALLS = [_reduce, _torch_reduce, _barrier, *slow(_gather_backward, _replicate, _fully_shard)]
+_CALLS = [_reduce, _torch_reduce, _barrier, *variants(_gather_backward, _replicate, _fully_shard)]
 
 
 def _other_line_leaves(ctx, make, mesh, axes):
@@ -247,7 +247,7 @@ def _named(failed):
         (_torch_reduce, "leaves"),
         (_barrier, "leaves"),
         (_barrier, "raises"),
-        *slow_cases(
+        *variant_cases(
             (_replicate, "leaves"),
             (_fully_shard, "leaves"),
             *[(make, kind) for make in (_reduce, _torch_reduce, _replicate) for kind in ("raises", "killed")],
@@ -279,7 +279,7 @@ def _other_line_fails(ctx, kind):
         return "busy"
 
 
-@pytest.mark.parametrize("kind", ["raises", *slow("killed")])
+@pytest.mark.parametrize("kind", ["raises", *variants("killed")])
 def test_a_failure_in_another_line_ends_the_job(kind):
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_other_line_fails, 4, kind, timeout_s=55)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
-from tests.variants import slow
+from tests.variants import variants
 from weft.context import World
 from weft.peers import agreement
 from weft.peers.agreement import agree, disagree, exchange
@@ -195,7 +195,7 @@ def _job(ctx, folder):
 _MEETINGS = {"start": 2, "transforms": 3, "three steps": 4, "barrier": 1, "save": 6, "close": 2}
 
 
-@pytest.mark.parametrize("n", [2, 4, *slow(8)])
+@pytest.mark.parametrize("n", [2, 4, *variants(8)])
 def test_requests_of_a_job(n, tmp_path):
     found = run_ranks(_job, n, tmp_path)
     total = {name: sum(parts[name] for parts in found) for name in _MEETINGS}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
-from tests.variants import slow
+from tests.variants import variants
 from weft.context import World
 from weft.peers import liveness, straggler_watch
 from weft.peers.agreement import agree, exchange
@@ -35,7 +35,7 @@ def _train(ctx, steps, leave):
     return "done"
 
 
-@pytest.mark.parametrize("ranks", [2, *slow(4)])
+@pytest.mark.parametrize("ranks", [2, *variants(4)])
 def test_a_rank_that_ends_while_others_wait_in_a_backward_pass(ranks):
     run_ranks(_train, ranks, 1, lambda *_: False)
     start = time.monotonic()

@@ -53,7 +53,7 @@ def _both(ctx, policy):
 MIXED = weft.Precision(param=f32, compute=bf16, output=f32, matmul=f8)
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.variant)])
 def test_ranks_equal_one_process(n):
     alone, _ = _train(weft.local(), "fp8")
     exact, _ = _train(weft.local(), "fp32")
@@ -154,7 +154,7 @@ def _divided(ctx, strategy=None, sequence=False, compiled=False):
     [
         ({"tensor": 2}, {}),
         *(
-            pytest.param(mesh, options, marks=pytest.mark.slow)
+            pytest.param(mesh, options, marks=pytest.mark.variant)
             for mesh, options in (
                 ({"tensor": 2}, {"sequence": True}),
                 ({"tensor": 4}, {}),

@@ -99,6 +99,7 @@ def both_split(ctx, name):
     return train_split(ctx, sound), attempt(train_split, ctx, unsound), train_split(ctx, unsound, sequence=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(3, SPLIT_PAIRS))
 def test_what_mixes_positions_between_blocks_is_refused_where_they_have_parts_of_a_sequence(name):
     mixing, sound = (fit(made(make), sequences(), loss_of) for make in SPLIT_PAIRS[name])
@@ -120,7 +121,8 @@ def both_staged(ctx, name):
     return staged(ctx, sound), attempt(staged, ctx, unsound)
 
 
-@pytest.mark.parametrize("name", ["mean", pytest.param("positions", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mean", pytest.param("positions", marks=pytest.mark.variant)])
 def test_what_mixes_positions_between_blocks_is_refused_in_a_pipeline(name):
     sound = fit(made(SPLIT_PAIRS[name][1]), sequences(), loss_of)
     found = run_ranks(both_staged, 4, name, mesh={"pipeline": 2, "tensor": 2})

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import weft
 from tests.fix_lines.told import told
-from tests.variants import one_in, slow_cases
+from tests.variants import one_in, variant_cases
 from weft.testing import run_ranks
 
 from .attempts import STEPS, attempt, check_exact, check_refused, fit
@@ -508,7 +508,7 @@ def large(ctx, number, order):
 
 
 @pytest.mark.parametrize(
-    ("number", "order"), [(0, "contiguous"), *slow_cases((1, "zigzag"), (2, "contiguous"), (3, "zigzag"))]
+    ("number", "order"), [(0, "contiguous"), *variant_cases((1, "zigzag"), (2, "contiguous"), (3, "zigzag"))]
 )
 def test_what_shows_in_one_row_of_a_large_batch_is_refused(number, order):
     (_, sound), data = LARGE[number]
@@ -549,7 +549,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize(
-    ("name", "order"), slow_cases(("shift", "zigzag"), ("variance", "contiguous"), ("pooled", "zigzag"))
+    ("name", "order"), variant_cases(("shift", "zigzag"), ("variance", "contiguous"), ("pooled", "zigzag"))
 )
 def test_what_is_gathered_is_that_of_one_process(name, order):
     expected = fit(made(lambda: WithLoss(OUTSIDE[name])), batches(), loss_of)
@@ -576,6 +576,7 @@ def sum_of_labels(output, y):
     return F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="sum")
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_divided_by_a_count_is_that_of_one_process():
     expected = fit(made(lambda: WithLoss(mean_of_labels)), with_labels(ROWS, LENGTH, 3), loss_of)
     check_exact(run_ranks(counted_as_told, 2, mesh={"context": 2}), expected)

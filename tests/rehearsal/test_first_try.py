@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.variants import diagonal, slow_cases
+from tests.variants import diagonal, variant_cases
 from weft.errors import ContextError
 from weft.rehearsal.script import rehearse_script
 
@@ -109,6 +109,7 @@ def rehearse(folder, before, lines, strategy="replicate", **options):
     return rehearse_script(script, [strategy], ranks=8, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("body", "strategy"), diagonal(tuple(BODIES), STRATEGIES, every=4))
 def test_a_number_that_is_read_needs_no_answer(tmp_path, monkeypatch, body, strategy):
     monkeypatch.chdir(tmp_path)
@@ -124,6 +125,7 @@ LINE = 1 + SCRIPT[: SCRIPT.index("BODY")].count("\n")
 READ = f"train.py:{LINE}: a number that is read is "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "read"),
     [
@@ -131,7 +133,7 @@ READ = f"train.py:{LINE}: a number that is read is "
         (["print((loss > 0).sum().item())"], "1 or 2, with the same result"),
         (["if not loss.item() < 50: raise RuntimeError('diverged')"], "0.01; with 100, RuntimeError: diverged"),
         (["if loss > best: torch.save(model.state_dict(), 'b')"], "0 or 1, with 0 B or 2.64 KiB saved: the larger is"),
-        *slow_cases(
+        *variant_cases(
             (["if loss.item() < 50: raise RuntimeError('overfits')"], "100; with 0.01, RuntimeError: overfits"),
             (["if loss < best: sys.exit(3)"], "0; with 1, SystemExit: 3"),
             (
@@ -153,6 +155,7 @@ def test_what_is_assumed_is_told_with_its_line(tmp_path, lines, read):
         assert (found.step_peak.total, found.saved) == (other.step_peak.total, other.saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
@@ -161,7 +164,7 @@ def test_what_is_assumed_is_told_with_its_line(tmp_path, lines, read):
             "with 0.01, .* 4.63 KiB sent.*with 100, .* 4.62 KiB",
         ),
         (["x[[0, 1][(loss > 0).sum().item()]]"], "with 1, .* in a step.*with 2, IndexError"),
-        *slow_cases(
+        *variant_cases(
             (["model(x.repeat(99 * (loss > 0).sum().item(), 1))"], "with 1, .* in a step.*with 2, .* in a step"),
             (["while loss.item() > 50: loss * 2"], "with 0.01, .*with 100, no end after [0-9,]+ operations"),
             (["while not loss < 1: loss * 2"], "with 0, no end after 10,000 reads.*with 1, .* sent"),

@@ -235,6 +235,7 @@ def uneven(ctx):
     return step
 
 
+@pytest.mark.slow
 def test_ranks_with_uneven_shards_are_told_apart():
     found = weft.rehearse(uneven, 4, rank="all distinct")
     assert [one.same_as for one in found] == [(0, 1, 2), (3,)]
@@ -262,6 +263,7 @@ def relay(ctx):
     return step
 
 
+@pytest.mark.slow
 def test_numbers_that_one_rank_sends_arrive_at_the_next():
     found = weft.rehearse(relay, 3, rank=2)
     assert [(message.kind, message.axis) for message in found.messages] == [("recv", "data")]
@@ -302,6 +304,7 @@ def _with_loss(ctx):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1, "all distinct"])
 def test_a_pipeline_whose_call_returns_an_object_with_the_loss(rank):
     assert weft.rehearse(_with_loss, 2, mesh={"pipeline": 2}, rank=rank)

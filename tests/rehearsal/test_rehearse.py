@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data._utils import worker
 
 import weft
-from tests.variants import slow
+from tests.variants import variants
 from weft.errors import ContextError
 from weft.testing import assert_rehearsed, run_ranks
 
@@ -95,6 +95,7 @@ def program(ctx, *parts, length=16):
     return step
 
 
+@pytest.mark.slow
 def test_bytes_and_messages_are_those_of_a_real_run():
     assert_rehearsed(program, 2, "fully_shard", "bf16", "recompute", only=[1])
 
@@ -166,6 +167,7 @@ def test_copies_of_a_layer_have_memory_of_their_own():
     assert at_rest.total == at_rest.parameters == 2 * weights * 4 // 2
 
 
+@pytest.mark.slow
 def test_gradients_that_wait_for_the_end_of_a_window_are_gradients():
     peak = weft.rehearse(lambda ctx: program(ctx, "fully_shard", "accumulate"), 8).step_peak
     assert peak.gradients > 2 * (12 * 32**2 + 11 * 32) * 4  # those of all blocks, in whole
@@ -185,7 +187,8 @@ def saves(ctx, folder, background):
     return step
 
 
-@pytest.mark.parametrize("background", [False, *slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, *variants(True)])
 def test_of_a_checkpoint_each_rank_writes_what_it_would(tmp_path, background):
     run_ranks(lambda ctx: saves(ctx, tmp_path / "real", background)(), 2)
     for rank in range(2):
@@ -311,6 +314,7 @@ def on(ctx, first, second):
     return step
 
 
+@pytest.mark.slow
 def test_devices_that_are_not_there_are_like_the_one_that_is():
     there, absent = (
         weft.rehearse(lambda ctx, names=names: on(ctx, *names), 4) for names in (("cpu", "cpu"), ("cuda", "cuda:3"))
@@ -345,6 +349,7 @@ def reads(ctx):
     return step
 
 
+@pytest.mark.slow
 def test_a_number_may_be_assumed():
     found = weft.rehearse(reads, 2)
     assert found.at_rest.gradients == 80

@@ -61,6 +61,7 @@ def _losses(text, pattern=r"loss ([\d.]+)"):
 # -- the small ones ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RUNNABLE)
 def test_an_example_gives_the_same_losses_on_one_rank_and_on_two(path):
     mesh = MESHES.get(path.stem)

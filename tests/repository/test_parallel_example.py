@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.testing import run_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "parallel_lm.py"
@@ -42,6 +42,7 @@ def alone():
     return {experts: _losses(1, None, experts=experts) for experts in (0, 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "mesh", "options"),
     [
@@ -62,7 +63,7 @@ def test_every_mesh_gives_the_same_losses(alone, ranks, mesh, options):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    slow_cases(({"tensor": 2}, {"pipeline": 2}), ({"pipeline": 2}, {"context": 2})),
+    variant_cases(({"tensor": 2}, {"pipeline": 2}), ({"pipeline": 2}, {"context": 2})),
 )
 def test_a_run_is_resumed_on_another_mesh(alone, before, after, tmp_path):
     first = _losses(2, before, steps=2, out=tmp_path)

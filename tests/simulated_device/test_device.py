@@ -21,6 +21,7 @@ def _touches(ctx):
     ctypes.string_at(torch.ones(3, device=ctx.device).data_ptr(), 4)
 
 
+@pytest.mark.slow
 def test_host_access_is_a_crash():
     with pytest.raises(RanksFailed, match="exit code -11|SIGSEGV|signal 11"):
         on_ranks(_touches, 1)

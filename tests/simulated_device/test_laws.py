@@ -29,7 +29,7 @@ from tests.laws.table import (
     needs_torch,
 )
 from tests.simulated_device.ranks import needs_compiler, on_ranks
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.testing import largest_difference, laws
 
 pytestmark = [needs_compiler, pytest.mark.timeout(400)]  # of which building the device may take the most
@@ -53,7 +53,9 @@ def _check(rows, ranks, mesh=None):
 QUICK = (FULLY, ZERO1, ZERO2, ZERO3, TENSOR, EXPERTS, *(row for row in TABLE if row.name in ("replicate", "place")))
 
 
-@pytest.mark.parametrize("row", [*QUICK, *slow(*(row for row in TABLE if row not in QUICK))], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [*QUICK, *variants(*(row for row in TABLE if row not in QUICK))], ids=lambda row: row.name
+)
 def test_two_devices_train_as_the_cpu(row):
     _check([*row.needs, row], 2, row.mesh)
 
@@ -65,7 +67,7 @@ def test_two_devices_train_as_the_cpu(row):
         ([STAGES], STAGES.mesh),
         ([TENSOR, REPLICATE], {"data": 2, "tensor": 2}),
         ([EXPERTS, REPLICATE], {"data": 2, "expert": 2}),
-        *slow_cases(
+        *variant_cases(
             ([CONTEXT, REPLICATE], CONTEXT.mesh),
             ([FULLY, SHARD], {"data": 2, "shard": 2}),
         ),

@@ -9,7 +9,7 @@ import weft
 from tests.fix_lines.told import told
 from tests.simulated_device.device import load
 from tests.simulated_device.ranks import needs_compiler, on_cpu, on_ranks
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.engines.torch.streaming.slots import Slots, Wanted
 from weft.testing import RanksFailed, run_ranks
 
@@ -72,12 +72,13 @@ def _stepped(ctx, strategy, kind, options):
     return _whole(ctx, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
         ("AdamW", {"foreach": True}),
         # SGD and Adagrad: torch's fused kernels are for plain tensors, and weft refuses shards.
-        *slow_cases(("AdamW", {"fused": True}), ("SGD", {"foreach": True}), ("Adagrad", {"foreach": True})),
+        *variant_cases(("AdamW", {"fused": True}), ("SGD", {"foreach": True}), ("Adagrad", {"foreach": True})),
     ],
     ids=str,
 )
@@ -151,7 +152,7 @@ def _restored(ctx, folder, strategy):
     return _whole(ctx, model)
 
 
-@pytest.mark.parametrize("strategy", ["fully_shard", *slow("replicate", "zero 1", "zero 2", "zero 3")])
+@pytest.mark.parametrize("strategy", ["fully_shard", *variants("replicate", "zero 1", "zero 2", "zero 3")])
 def test_checkpoints_go_on_bitwise_and_also_on_cpus(tmp_path, strategy):
     expected = on_ranks(_saved, 2, str(tmp_path), strategy)
     for found in on_ranks(_restored, 2, str(tmp_path), strategy):
@@ -231,7 +232,8 @@ def _off_and_on(ctx, strategy, times):
     return on_cpu(_whole(ctx, model)), max(left, default=0)
 
 
-@pytest.mark.parametrize("strategy", ["fully_shard", "replicate", *slow("zero 1", "zero 2", "zero 3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fully_shard", "replicate", *variants("zero 1", "zero 2", "zero 3")])
 def test_state_leaves_the_device_and_comes_back(strategy):
     expected = [found for found, _ in on_ranks(_off_and_on, 2, strategy, 0)]
     for (found, left), wanted in zip(on_ranks(_off_and_on, 2, strategy, 2), expected, strict=True):
@@ -274,14 +276,17 @@ def _with_state_on_cpu(ctx, strategy, offload, folder=None, *, narrow=False):
     return on_cpu(_whole(ctx, model)), on_cpu([weft.tensors.dtensor.local(one) for one in moments]), places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "offload", "narrow"),
     [
         ("fully_shard", True, False),
         ("replicate", "optimizer", False),
-        *slow_cases(("fully_shard", "optimizer", True)),
-        *slow_cases(("fully_shard", "optimizer", False), ("zero 1", "optimizer", True), ("zero 1", "optimizer", False)),
-        *slow_cases(("zero 2", "optimizer", False), ("zero 3", "optimizer", False), ("zero 3", "cpu", True)),
+        *variant_cases(("fully_shard", "optimizer", True)),
+        *variant_cases(
+            ("fully_shard", "optimizer", False), ("zero 1", "optimizer", True), ("zero 1", "optimizer", False)
+        ),
+        *variant_cases(("zero 2", "optimizer", False), ("zero 3", "optimizer", False), ("zero 3", "cpu", True)),
     ],
 )
 def test_state_on_the_cpu_gives_the_same_bits_also_in_checkpoints(strategy, offload, narrow, tmp_path):

@@ -14,7 +14,7 @@ import weft
 from tests.laws.table import Stacked
 from tests.simulated_device.device import waits
 from tests.simulated_device.ranks import needs_compiler, on_ranks
-from tests.variants import slow
+from tests.variants import variants
 
 pytestmark = [needs_compiler, pytest.mark.timeout(400)]
 _STEPS, _WARM_UP = 4, 8  # no probe runs in calls 9 to 12
@@ -288,7 +288,8 @@ CASES = {
 QUICK = ("replicate", "fully_shard", "zero 1", "watch_health", "any_rank", "fp16")
 
 
-@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in CASES if name not in QUICK))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*QUICK, *variants(*(name for name in CASES if name not in QUICK))])
 def test_a_step_waits_no_more_often_than_torchs_own(name):
     torchs, ours, more = CASES[name]
     for expected, found in zip(on_ranks(torchs, 2), on_ranks(ours, 2, probes="auto"), strict=True):

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 from torch.torch_version import TorchVersion
 
 import weft
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.engines.torch.parts.dtensor_reads import ReadChecks
 from weft.errors import ContractError, WeftError
 from weft.tensors.blocks import full_tensor
@@ -441,7 +441,7 @@ AXES = {how: {how: 2} for how in ("tensor", "expert", "context", "pipeline")}
 QUICK = ("fully_shard",)
 
 
-@pytest.mark.parametrize("how", [*QUICK, *slow(*(how for how in _table() if how not in QUICK))])
+@pytest.mark.parametrize("how", [*QUICK, *variants(*(how for how in _table() if how not in QUICK))])
 def test_every_line_is_as_on_one_process_or_an_error(how):
     expected = _run(weft.local(), how, LINES)
     told = _table()[how]
@@ -470,7 +470,7 @@ def _penalized(ctx, how):
     return loop.weights()
 
 
-@pytest.mark.parametrize("how", ["fully_shard", *slow("zero 3", "tensor")])
+@pytest.mark.parametrize("how", ["fully_shard", *variants("zero 3", "tensor")])
 def test_penalties_that_are_made_whole_are_as_on_one_process(how):
     expected = _penalized(weft.local(), how)
     for found in run_ranks(_penalized, 2, how, mesh=AXES.get(how), probes="auto"):
@@ -504,9 +504,10 @@ def _clipped(ctx, strategy, by_value):
         return [*found, sum(p.sum().item() for p in model.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("by_value", "strategy"),
-    [(False, "fully_shard"), *slow_cases((True, "fully_shard"), (False, "replicate"), (True, "replicate"))],
+    [(False, "fully_shard"), *variant_cases((True, "fully_shard"), (False, "replicate"), (True, "replicate"))],
 )
 def test_torch_clips_gradients_of_cut_layers_under_a_strategy(strategy, by_value):
     expected = _clipped(weft.local(), strategy, by_value)
@@ -529,7 +530,7 @@ def _trained_copy(ctx, how):
     return loop.weights()
 
 
-@pytest.mark.parametrize("how", ["context", *slow("replicate", "zero 1")])
+@pytest.mark.parametrize("how", ["context", *variants("replicate", "zero 1")])
 def test_a_copy_is_trained_as_the_page_says(how):
     expected = _trained_copy(weft.local(), how)
     for found in run_ranks(_trained_copy, 2, how, mesh=AXES.get(how), probes="auto"):
@@ -631,7 +632,7 @@ def _written(ctx, dim):
     return found
 
 
-@pytest.mark.parametrize("dim", [1, *slow(0)])
+@pytest.mark.parametrize("dim", [1, *variants(0)])
 def test_what_is_written_into_a_part_of_a_sharded_tensor_arrives_or_is_refused(dim):
     expected = _written(weft.local(), dim)
     for found in run_ranks(_written, 2, dim):

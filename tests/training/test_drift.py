@@ -18,7 +18,7 @@ from tests.data.test_windows_in_parts import (
     prepare,
     values,
 )
-from tests.variants import pairs, slow, slow_cases
+from tests.variants import pairs, variant_cases, variants
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -79,7 +79,7 @@ def _backward_left_out(ctx, strategy, set_to_none):
 
 @pytest.mark.parametrize(
     ("strategy", "set_to_none"),
-    [("replicate", True), *slow_cases(*((one, bool(at % 2)) for at, one in enumerate(REPLICATED)))],
+    [("replicate", True), *variant_cases(*((one, bool(at % 2)) for at, one in enumerate(REPLICATED)))],
 )
 def test_a_step_of_a_rank_that_left_its_backward_pass_out_is_named(strategy, set_to_none):
     start = time.monotonic()
@@ -100,7 +100,7 @@ def _first_backward_left_out(ctx, strategy):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", slow("replicate", "fully_shard"))
+@pytest.mark.parametrize("strategy", variants("replicate", "fully_shard"))
 def test_a_first_step_without_a_backward_pass_is_named(strategy):
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="rank 0 waits in a collective"):
@@ -156,7 +156,7 @@ def _stepped_by_hand(ctx, strategy, *, reduces):
     return values(model)
 
 
-@pytest.mark.parametrize("strategy", ["replicate", *slow("flat", "zero1")])
+@pytest.mark.parametrize("strategy", ["replicate", *variants("flat", "zero1")])
 def test_weights_that_are_changed_by_hand_and_drift_apart_are_named(strategy):
     first, second = run_ranks(_stepped_by_hand, 2, strategy, reduces=True)
     assert largest_difference(first, second) == 0
@@ -429,10 +429,10 @@ QUICK = (("replicate", "lr"), ("fully_shard", "dropout"))
     ("strategy", "what", "when"),
     [
         *((*case, 3) for case in QUICK),
-        *slow_cases(
+        *variant_cases(
             *((*case, 3) for case in itertools.product(("replicate", "fully_shard"), TEXTS) if case not in QUICK)
         ),
-        *slow_cases(*((*case, when) for case in QUICK for when in (0, 140))),
+        *variant_cases(*((*case, when) for case in QUICK for when in (0, 140))),
     ],
 )
 def test_other_settings_on_one_rank_are_named(strategy, what, when):
@@ -515,9 +515,9 @@ def _routed(ctx, stage, sizes, when, unused):
     ("stage", "sizes", "when", "unused"),
     [
         (3, (3, 3), 0, "error"),
-        *slow_cases((3, (3, 3), 3, "error")),
-        *slow_cases(*(case for case in pairs((3, 2), ((3, 3), (3, 5)), (0, 3), ("error", "zero")) if case[0] == 2)),
-        *slow_cases((3, (3, 5), 0, "zero")),
+        *variant_cases((3, (3, 3), 3, "error")),
+        *variant_cases(*(case for case in pairs((3, 2), ((3, 3), (3, 5)), (0, 3), ("error", "zero")) if case[0] == 2)),
+        *variant_cases((3, (3, 5), 0, "zero")),
     ],
 )
 def test_ranks_that_gather_other_units_are_named(stage, sizes, when, unused):
@@ -586,7 +586,7 @@ def _evaluates_alone(ctx, strategy, known):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("strategy", "known"), slow_cases(("fully_shard", True), ("zero2", False), ("zero3", True)))
+@pytest.mark.parametrize(("strategy", "known"), variant_cases(("fully_shard", True), ("zero2", False), ("zero3", True)))
 def test_an_evaluation_of_one_rank_under_sharding_is_named(strategy, known):
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
@@ -615,7 +615,7 @@ def _caught(ctx, strategy):
     return "nothing raised"
 
 
-@pytest.mark.parametrize("strategy", ["replicate", *slow("flat")])
+@pytest.mark.parametrize("strategy", ["replicate", *variants("flat")])
 def test_peers_of_a_rank_that_left_a_parameter_out_do_not_wait(strategy):
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:

@@ -122,8 +122,8 @@ def _plainly(rate):
     [
         (1, 0, EXPECTED / SAMPLES),
         (2, 0, EXPECTED / SAMPLES),
-        pytest.param(4, 1, EXPECTED / SAMPLES, marks=pytest.mark.slow),
-        pytest.param(4, 0, 0.02, marks=pytest.mark.slow),  # ranks without samples
+        pytest.param(4, 1, EXPECTED / SAMPLES, marks=pytest.mark.variant),
+        pytest.param(4, 0, 0.02, marks=pytest.mark.variant),  # ranks without samples
     ],
 )
 def test_dp_sgd_is_that_of_one_process_sample_by_sample(ranks, stage, rate):

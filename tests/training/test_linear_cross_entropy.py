@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from tests.lm import difference, whole
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft import torch_internals
 from weft.testing import run_ranks
 
@@ -145,7 +145,7 @@ def check(ranks, mesh, how, **options):
         (2, None, "root"),
         (2, None, "unit"),
         (2, {"tensor": 2}, ""),
-        *slow_cases(
+        *variant_cases(
             (4, {"data": 2, "tensor": 2}, "unit"),
             (4, {"data": 2, "context": 2}, "unit"),
             (4, None, "replicate"),
@@ -200,7 +200,7 @@ def one_call(ctx, vocabulary, naive=False, dtype=torch.float64, **options):
         (2, VOCABULARY, {"reduction": "none", "weight": WEIGHTS}),
         (4, 10, {"reduction": "mean", "weight": WEIGHTS[:10], "ignore_index": 3}),
         (2, VOCABULARY, {"reduction": "sum", "ignore_index": 1, "style": "gather"}),
-        *slow_cases((2, VOCABULARY, {"style": "column"}), (4, VOCABULARY, {"reduction": "none"})),
+        *variant_cases((2, VOCABULARY, {"style": "column"}), (4, VOCABULARY, {"reduction": "none"})),
     ],
     ids=str,
 )
@@ -305,7 +305,7 @@ def seen(ctx, how, naive=False):
 
 
 @pytest.mark.parametrize(
-    ("how", "mesh"), [("", {"tensor": 2}), ("unit", None), *slow_cases(("root", None), ("replicate", None))]
+    ("how", "mesh"), [("", {"tensor": 2}), ("unit", None), *variant_cases(("root", None), ("replicate", None))]
 )
 def test_no_rank_makes_logits_of_the_whole_batch(how, mesh):
     for steps in run_ranks(seen, 2, how, mesh=mesh, probes="off"):
@@ -403,7 +403,7 @@ def train_pipeline(ctx, kind):
     ("ranks", "mesh", "kind"),
     [
         (2, {"pipeline": 2}, Hidden),
-        *slow_cases(
+        *variant_cases(
             (2, {"pipeline": 2}, Mean),
             (4, {"pipeline": 2, "tensor": 2}, Hidden),
             (4, {"pipeline": 2, "tensor": 2}, Mean),

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import weft
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.testing import RanksFailed, run_ranks
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "mistakes.md"
@@ -764,14 +764,14 @@ CASES = [
     (windows_under_ddp, ("wrapped",), weft.errors.AlreadyApplied, "accumulate_grads: torch's DistributedDataParallel"),
     (windows_under_ddp, ("inner",), weft.errors.AlreadyApplied, "accumulate_grads: torch's DistributedDataParallel"),
     (cleared_in_window, (), UserWarning, "replicate: gradients of Sequential were cleared in the middle"),
-    *slow_cases(
+    *variant_cases(
         (backward_on_one_rank, (), weft.errors.PeerError, "replicate: optimizer.step() without a backward pass")
     ),
     (backward_on_one_rank_in_windows, (), UserWarning, "replicate: a rank makes no backward pass through"),
     (evaluated_on_one_rank, (), weft.errors.NotSynchronized, "fully_shard: the ranks gather different units"),
     (eval_mode_on_one_rank, (), weft.errors.ContextError, "of SGD: the ranks do not agree"),
     (saved_on_one_rank, (), weft.errors.ContextError, "save: the ranks do not agree"),
-    *slow_cases((loop_left_by_one_rank, (), weft.errors.PeerError, "left the job while others still work")),
+    *variant_cases((loop_left_by_one_rank, (), weft.errors.PeerError, "left the job while others still work")),
     (state_dict_of_shards, (), weft.errors.ContractError, "fully_shard: the state_dict of a sharded module cannot be"),
     (optimizer_state_of_parts, (weft.fully_shard,), weft.errors.ContractError, "fully_shard: the state_dict of AdamW"),
     (

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.testing import largest_difference, run_ranks
 
 HOW = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -174,7 +174,7 @@ def _check(ranks, cases, name, hows):
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(2, list(TWO)), pytest.param(4, list(FOUR), marks=pytest.mark.slow)],
+    [(2, list(TWO)), pytest.param(4, list(FOUR), marks=pytest.mark.variant)],
     ids=("2", "2 x 2"),
 )
 def test_every_strategy_steps_as_one_process(ranks, cases):
@@ -202,7 +202,8 @@ def _clip(ctx, case):
     return found
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, list(TWO)), *slow_cases((4, list(FOUR)))], ids=("2", "2 x 2"))
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "cases"), [(2, list(TWO)), *variant_cases((4, list(FOUR)))], ids=("2", "2 x 2"))
 def test_clipping_by_torch_is_right_or_says_what_to_write(ranks, cases):
     expected = {}
     for block in (Block, Routed):
@@ -221,7 +222,7 @@ def test_clipping_by_torch_is_right_or_says_what_to_write(ranks, cases):
     assert ranks == 4 or refused == {"fully_shard, a layer ignored", "tensor", "experts"}
 
 
-@pytest.mark.parametrize("name", slow(*list(OPTIMIZERS)[1:]))
+@pytest.mark.parametrize("name", variants(*list(OPTIMIZERS)[1:]))
 def test_other_optimizers_do(name):
     for ranks, cases in ((2, TWO), (4, FOUR)):
         mixed = [case for case in cases if "tensor" in case or "experts" in case or "ignored" in case]

@@ -160,9 +160,9 @@ def _train_all(ctx, sequence, own_mesh, strategies):
     ("sequence", "own_mesh", "strategies"),
     [
         (True, False, ["fully_shard"]),
-        pytest.param(True, False, STRATEGIES, marks=pytest.mark.slow),
-        pytest.param(False, False, STRATEGIES, marks=pytest.mark.slow),
-        pytest.param(True, True, ["replicate", "fully_shard", "zero1"], marks=pytest.mark.slow),
+        pytest.param(True, False, STRATEGIES, marks=pytest.mark.variant),
+        pytest.param(False, False, STRATEGIES, marks=pytest.mark.variant),
+        pytest.param(True, True, ["replicate", "fully_shard", "zero1"], marks=pytest.mark.variant),
     ],
     ids=["sequence", "sequence, all strategies", "plain", "a mesh of the user's own"],
 )
@@ -235,7 +235,7 @@ MESHES = {
     ("saved", "restored"),
     [
         *(
-            pytest.param(*pair, marks=pytest.mark.slow)
+            pytest.param(*pair, marks=pytest.mark.variant)
             for pair in (
                 ("replicate", "fully_shard"),
                 ("fully_shard", "zero1"),
@@ -285,7 +285,7 @@ def _undone(ctx, strategy):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["fully_shard", *(pytest.param(one, marks=pytest.mark.slow) for one in STRATEGIES if one[0] != "f")]
+    "strategy", ["fully_shard", *(pytest.param(one, marks=pytest.mark.variant) for one in STRATEGIES if one[0] != "f")]
 )
 def test_undo_leaves_what_the_strategy_has_not_cut(strategy):
     expected = alone()
@@ -437,7 +437,7 @@ def _train_mixtures(ctx):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh", [pytest.param({"expert": 2}, marks=pytest.mark.slow), {"data": 2, "expert": 2}], ids=str
+    "mesh", [pytest.param({"expert": 2}, marks=pytest.mark.variant), {"data": 2, "expert": 2}], ids=str
 )
 def test_gradients_of_experts_are_summed_over_their_own_axes(mesh):
     norms, expected = _mixture_alone()

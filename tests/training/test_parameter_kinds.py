@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.tensors.blocks import full_tensor
 from weft.testing import largest_difference, run_ranks
 
@@ -112,7 +112,7 @@ def _on_ranks_all(ctx, name, clips):
     return {(strategy, clip): _on_ranks(ctx, name, strategy, clip) for strategy in STRATEGIES for clip in clips}
 
 
-@pytest.mark.parametrize(("name", "n"), [("one row", 2), *slow_cases(("complex", 2), ("empty", 2), ("one row", 4))])
+@pytest.mark.parametrize(("name", "n"), [("one row", 2), *variant_cases(("complex", 2), ("empty", 2), ("one row", 4))])
 def test_unusual_parameters_are_trained_as_in_one_process(name, n):
     clips = CLIPS[:2] if name == "complex" else CLIPS
     expected = {clip: _in_one_process(name, clip) for clip in clips}

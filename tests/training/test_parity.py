@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import weft
-from tests.variants import slow
+from tests.variants import variants
 from weft.testing import largest_difference, run_ranks
 
 _VOCABULARY, _WIDTH, _PAD = 11, 8, -100
@@ -206,7 +206,7 @@ _WAYS = [{}, {"flat": True, "fuse": True}]
 _WINDOWS = [1, 3, 4]
 
 
-@pytest.mark.parametrize("n", [2, *slow(1, 4)])
+@pytest.mark.parametrize("n", [2, *variants(1, 4)])
 def test_float64_parameters_equal_those_of_one_process(n):
     configs = [Config(accumulate=k, **way) for k in _WINDOWS for way in _WAYS]
     configs += [Config(accumulate=3, optimizer="sgd", **way) for way in _WAYS]
@@ -216,7 +216,7 @@ def test_float64_parameters_equal_those_of_one_process(n):
         assert difference < 1e-12, f"{config}: {difference}"
 
 
-@pytest.mark.parametrize("n", slow(2, 4))
+@pytest.mark.parametrize("n", variants(2, 4))
 def test_float32_parameters_are_within_twice_the_noise_floor(n):
     configs = [Config(accumulate=k, dtype=torch.float32, **way) for k in _WINDOWS for way in _WAYS]
     configs += [Config(accumulate=3, dtype=torch.float32, optimizer="sgd", **way) for way in _WAYS]
@@ -227,7 +227,7 @@ def test_float32_parameters_are_within_twice_the_noise_floor(n):
         assert difference <= 2 * floor, f"{config}: {difference}, noise floor {floor}"
 
 
-@pytest.mark.parametrize("n", slow(2, 4))
+@pytest.mark.parametrize("n", variants(2, 4))
 def test_sixteen_bit_parameters_are_within_their_tolerance(n):
     kinds = {"bf16": 2.0**-8, "fp16": 2.0**-11}
     configs = [

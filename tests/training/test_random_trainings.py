@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import weft
-from tests.variants import slow
+from tests.variants import variants
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -557,7 +557,7 @@ FOUND = Training(
 )
 
 
-@pytest.mark.parametrize("strategy", ["fully_shard", *slow("zero2", "zero3")])
+@pytest.mark.parametrize("strategy", ["fully_shard", *variants("zero2", "zero3")])
 def test_a_rank_skips_a_window_while_another_freezes_a_layer(strategy):
     """They meet for different things, which had been taken for one."""
     t = dataclasses.replace(
@@ -586,6 +586,7 @@ def test_a_rank_skips_the_end_of_a_window_in_which_a_layer_is_unfrozen():
     assert check(t).startswith("equal")
 
 
+@pytest.mark.slow
 def test_one_rank_skips_the_only_backward_pass_of_a_flat_step():
     """It compares gradients while the other reduces them, in messages that torch.distributed does not see."""
     t = dataclasses.replace(

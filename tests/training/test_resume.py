@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import weft
-from tests.variants import slow
+from tests.variants import variants
 from weft.testing import fake, run_ranks
 
 STEPS = {"2": 2, "3": 3, "grows": lambda window: 1 + window % 4}
@@ -365,7 +365,7 @@ def _some_windows(ctx, folder, run, workers, remainder, *, last):
 
 @pytest.mark.parametrize(
     ("workers", "remainder", "ranks"),
-    [(0, "carry", (2, 1, 4, 2)), pytest.param(2, "step", (2, 1, 2, 1), marks=pytest.mark.slow)],
+    [(0, "carry", (2, 1, 4, 2)), pytest.param(2, "step", (2, 1, 2, 1), marks=pytest.mark.variant)],
 )
 def test_each_sample_once_over_three_interruptions_at_other_numbers_of_ranks(tmp_path, workers, remainder, ranks):
     used, read = [], []
@@ -426,7 +426,7 @@ class Noisy(Dataset):
 
 
 @pytest.mark.parametrize("remainder", ["step", "carry"])
-@pytest.mark.parametrize("n", [2, *slow(1)])
+@pytest.mark.parametrize("n", [2, *variants(1)])
 def test_training_in_windows_goes_on_bit_for_bit(tmp_path, n, remainder):
     whole = run_ranks(_train, n, tmp_path / "whole", 12, (), remainder)
     parts = [[] for _ in range(n)]
@@ -478,7 +478,7 @@ def _in_buckets(ctx, folder, strategy):
     return all(map(torch.equal, expected, train(model, optimizer, range(3, 7))))
 
 
-@pytest.mark.parametrize("strategy", ["replicate", *slow("zero1")])
+@pytest.mark.parametrize("strategy", ["replicate", *variants("zero1")])
 def test_sums_over_4_ranks_have_the_same_bits_after_going_on(tmp_path, strategy):
     assert all(run_ranks(_in_buckets, 4, tmp_path, strategy))
     model = Backwards()  # what adds up nothing does without the order

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import batch_norm
 
 import weft
-from tests.variants import slow
+from tests.variants import variants
 from weft.testing import largest_difference, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -203,7 +203,7 @@ def _cases(name):
     "name",
     [
         "zero1",
-        *slow("replicate", "flat", "buckets", "fully_shard", "zero3", "recompute, fully_shard hybrid"),
+        *variants("replicate", "flat", "buckets", "fully_shard", "zero3", "recompute, fully_shard hybrid"),
     ],
 )
 def test_forward_passes_that_wait_keep_their_buffers_and_all_ranks_get_those_of_rank_0(name):

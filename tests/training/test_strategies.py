@@ -219,7 +219,7 @@ def check_on(n, cases, mesh=None):
         check(part, run_ranks(train_all, n, part, mesh=mesh, timeout_s=600))
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.variant)])
 def test_a_strategy_equals_one_process(n):
     cases = cover([s for s in STRATEGIES if s != "hybrid"])
     if not os.environ.get("STRATEGIES"):
@@ -234,7 +234,7 @@ def test_a_hybrid_mesh_equals_one_process():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh", [{"data": 2}, pytest.param({"replica": 2, "shard": 2}, marks=pytest.mark.slow)], ids=str
+    "mesh", [{"data": 2}, pytest.param({"replica": 2, "shard": 2}, marks=pytest.mark.variant)], ids=str
 )
 def test_twenty_steps_in_float32_stay_within_the_noise(mesh):
     """The noise: by how much one process in float32 is off, from float64."""

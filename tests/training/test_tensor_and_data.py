@@ -9,7 +9,10 @@ from tests.lm import LM, PLAN, difference, loss_of, model, optimizer_of, samples
 from weft.testing import run_ranks
 
 MESH = {"data": 2, "tensor": 2}
-STRATEGIES = ["fully_shard", *(pytest.param(name, marks=pytest.mark.slow) for name in ("replicate", "zero1", "zero2"))]
+STRATEGIES = [
+    "fully_shard",
+    *(pytest.param(name, marks=pytest.mark.variant) for name in ("replicate", "zero1", "zero2")),
+]
 
 
 def batch(number, ctx=None):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import weft
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.testing import RanksFailed, largest_difference, laws, run_ranks
 
 HYBRID = {"replica": 2, "shard": 2}
@@ -415,10 +415,10 @@ def _reference(n, decay):
     [
         ("plain", 1, None),
         ("plain", 2, None),
-        *slow_cases(("plain", 4, None)),
+        *variant_cases(("plain", 4, None)),
         ("flat", 2, None),
         ("sharded", 2, None),
-        *slow_cases(("sharded", 4, None)),
+        *variant_cases(("sharded", 4, None)),
         ("sharded", 4, HYBRID),
     ],
 )
@@ -644,7 +644,7 @@ def _strategies(ctx, how):
 
 @pytest.mark.parametrize(
     ("how", "tolerance"),
-    [("shard", 1e-12), ("zero 2", 1e-12), *slow_cases(("zero 1", 1e-12), ("zero 3", 1e-12), ("precise", 0.02))],
+    [("shard", 1e-12), ("zero 2", 1e-12), *variant_cases(("zero 1", 1e-12), ("zero 3", 1e-12), ("precise", 0.02))],
 )
 def test_with_the_strategies_of_this_package_and_clipping(how, tolerance):
     n = 2

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import weft
 from tests.transforms.test_expert_parallel import Expert, Stacked
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.errors import ContractError
 from weft.testing import largest_difference, run_ranks
 
@@ -163,7 +163,7 @@ CASES = [
     ("fully_shard", 2, {"expert": 2}, 1),
     ("replicate", 2, {"context": 2}, 1),
     ("replicate", 4, BOTH, 2),
-    *slow_cases(
+    *variant_cases(
         ("replicate", 1, {"data": 1}, 1),
         ("replicate", 4, {"data": 4}, 1),
         ("fully_shard", 2, {"data": 2}, 2),
@@ -223,7 +223,7 @@ def test_a_rank_without_tokens_takes_part_and_losses_may_be_weighted():
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [({"data": 2}, {"expert": 2}), *slow_cases(({"expert": 2}, {"context": 2}))]
+    ("before", "after"), [({"data": 2}, {"expert": 2}), *variant_cases(({"expert": 2}, {"context": 2}))]
 )
 def test_a_run_resumes_with_its_biases_on_other_ranks(before, after, tmp_path):
     _, counts, parameters, biases = _alone()
@@ -297,7 +297,7 @@ def _in_blocks(ctx, strategy=None):
     ("ranks", "mesh", "strategy"),
     [
         (2, {"tensor": 2}, "replicate"),
-        *slow_cases((4, {"data": 2, "tensor": 2}, "replicate"), (4, {"data": 2, "tensor": 2}, "fully_shard")),
+        *variant_cases((4, {"data": 2, "tensor": 2}, "replicate"), (4, {"data": 2, "tensor": 2}, "fully_shard")),
     ],
 )
 def test_routers_in_blocks_whose_sequence_is_split_over_the_tensor_axis(ranks, mesh, strategy):

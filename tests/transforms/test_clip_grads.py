@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import weft
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
 NORMS = [1.0, 2.0, 3.0, math.inf]
@@ -319,7 +319,7 @@ QUICK = [(*world, options) for place, (world, options) in enumerate(EVERY[: 5 * 
 
 @pytest.mark.parametrize(
     ("how", "n", "mesh", "options"),
-    [*QUICK, *slow_cases(*[case for world, options in EVERY if (case := (*world, options)) not in QUICK][::2])],
+    [*QUICK, *variant_cases(*[case for world, options in EVERY if (case := (*world, options)) not in QUICK][::2])],
     ids=str,
 )
 def test_ranks_give_the_numbers_of_one_process(how, n, mesh, options):
@@ -447,7 +447,7 @@ def _count(ctx, how, nonfinite):
         ("mixed", 2, None, None, 1),
         ("sharded", 4, HYBRID, "skip", 2),
         ("meshes", 4, HYBRID, None, 2),
-        *slow_cases(
+        *variant_cases(
             ("replicate", 2, None, "skip", 1),
             ("sharded", 2, None, None, 1),
             ("mixed", 2, None, "skip", 1),
@@ -559,7 +559,7 @@ def _bad(ctx, how, policy, where, bad, options):
     return bool(norm.isfinite()), kind, same
 
 
-BAD_WORLDS = [*WORLDS[1:4], *slow_cases(*WORLDS[4:])]
+BAD_WORLDS = [*WORLDS[1:4], *variant_cases(*WORLDS[4:])]
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 0.5}, {"max_value": 0.5, "norm_type": math.inf}], ids=str)

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import weft
 from tests.fix_lines.told import told
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.testing import largest_difference, run_ranks
 
 # The compiler looks at `grad` of its inputs, and hides the warning in a way that an error escapes.
@@ -103,7 +103,7 @@ SAVING = {"save": ["matmul"]}
     [
         (None, None, None), (None, "bf16", {}), (None, "fp16", SAVING), (None, "bf16-true", {}),
         (Block, None, {}), (Block, "bf16", SAVING), (Block, "fp16", {}),
-        *slow_cases(
+        *variant_cases(
             (None, None, {}), (None, "fp16", {}), (Block, "bf16", {}), (None, "fp16", None), (Block, None, None),
             (None, None, SAVING),
         ),
@@ -119,7 +119,7 @@ def test_one_graph_and_the_numbers_of_eager(blocks, policy, chosen):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("policy", [None, *slow("bf16", "fp16")])
+@pytest.mark.parametrize("policy", [None, *variants("bf16", "fp16")])
 def test_a_compiled_backward_and_running_statistics(policy):
     options = {"norm": True, "chosen": {}, "policy": policy}
     expected = _train(*_pipeline(weft.local(), **options), policy, steps=3)
@@ -357,7 +357,7 @@ def _on_ranks(ctx, policy, chosen, strategy, compile_options):
 @pytest.mark.parametrize("blocks", [None, "blocks.*"], ids=["whole", "blocks"])
 @pytest.mark.parametrize(
     ("policy", "strategy"),
-    [(None, {}), *slow_cases((None, {"flat": True}), ("fp16", {"unused": "zero"}), ("bf16", {}))],
+    [(None, {}), *variant_cases((None, {"flat": True}), ("fp16", {"unused": "zero"}), ("bf16", {}))],
     ids=str,
 )
 def test_two_ranks_give_the_numbers_of_eager(policy, strategy, blocks):
@@ -435,8 +435,8 @@ def _sharded(ctx, shard, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", [pytest.param(_by_torch, marks=pytest.mark.slow), _by_weft])
-@pytest.mark.parametrize("options", [{"blocks": Block, "fullgraph": True}, *slow({})], ids=["blocks", "whole"])
+@pytest.mark.parametrize("shard", [pytest.param(_by_torch, marks=pytest.mark.variant), _by_weft])
+@pytest.mark.parametrize("options", [{"blocks": Block, "fullgraph": True}, *variants({})], ids=["blocks", "whole"])
 def test_units_of_fsdp2_are_gathered_outside_of_the_graphs(shard, options):
     expected = run_ranks(_sharded, 2, shard, {})
     found = run_ranks(_sharded, 2, shard, {"backend": "aot_eager", **options})
@@ -539,7 +539,7 @@ def _gradients_of_twice(policy, blocks, *, plain):
     ("policy", "blocks"),
     [
         *(("bf16", None), ("fp16", Block)),
-        *slow_cases(("fp32", None), ("fp16", None), ("fp32", Block), ("bf16", Block)),
+        *variant_cases(("fp32", None), ("fp16", None), ("fp32", Block), ("bf16", Block)),
     ],
 )
 def test_a_recomputed_block_is_used_twice_under_autocast(policy, blocks):

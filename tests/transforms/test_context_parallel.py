@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.fix_lines.told import told
-from tests.variants import pairs, slow, slow_cases
+from tests.variants import pairs, variant_cases, variants
 from weft.errors import ContextError, ContractError, OrderError
 from weft.tensors.sequence_order import SequencePart, places
 from weft.testing import run_ranks
@@ -176,7 +176,7 @@ LARGE = [  # every two choices meet
 
 @pytest.mark.parametrize(
     ("mesh", "strategy", "method", "order", "steps", "shares"),
-    [*SMALL[:2], *(pytest.param(*each, marks=pytest.mark.slow) for each in LARGE if each not in SMALL[:2])],
+    [*SMALL[:2], *(pytest.param(*each, marks=pytest.mark.variant) for each in LARGE if each not in SMALL[:2])],
 )
 def test_training_is_that_of_one_process(mesh, strategy, method, order, steps, shares):
     epochs = 2 if steps == 1 else 5  # 12 steps, or 10
@@ -233,7 +233,7 @@ def _attend(ctx, causal, keys):
     return largest
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.variant)])
 @pytest.mark.parametrize(("causal", "keys"), [(True, 4), (True, 1), (False, 2)])
 def test_attention_over_parts_is_attention_over_the_whole(ranks, causal, keys):
     assert max(run_ranks(_attend, ranks, causal, keys, mesh={"context": ranks})) < 1e-12
@@ -330,9 +330,9 @@ def _resume(ctx, directory, options):
     ("mesh", "options"),
     [
         ({"context": 2}, {"strategy": "replicate", "method": "gather", "order": "contiguous"}),
-        pytest.param({"data": 2}, None, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "context": 2}, {"strategy": "fully_shard"}, marks=pytest.mark.slow),
-        pytest.param({"context": 4}, {"strategy": "fully_shard"}, marks=pytest.mark.slow),
+        pytest.param({"data": 2}, None, marks=pytest.mark.variant),
+        pytest.param({"data": 2, "context": 2}, {"strategy": "fully_shard"}, marks=pytest.mark.variant),
+        pytest.param({"context": 4}, {"strategy": "fully_shard"}, marks=pytest.mark.variant),
     ],
 )
 def test_a_checkpoint_is_restored_on_another_mesh(tmp_path, mesh, options):
@@ -405,7 +405,7 @@ def _composed(ctx, method, options):
     [
         (("recompute",), METHODS[0]),
         (("recompute", "compile"), METHODS[1]),
-        *slow_cases((("compile",), METHODS[0])),
+        *variant_cases((("compile",), METHODS[0])),
     ],
 )
 def test_blocks_are_computed_again_and_compiled(method, options):
@@ -698,7 +698,7 @@ def _alone(ctx, *, averages):
     optimizer.step()
 
 
-@pytest.mark.parametrize("averages", [True, *slow(False)])
+@pytest.mark.parametrize("averages", [True, *variants(False)])
 def test_a_step_on_gradients_of_one_part_alone_is_refused(averages):
     run_ranks(_alone, 2, averages=averages, mesh={"context": 2})
 

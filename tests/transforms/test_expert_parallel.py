@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
-from tests.variants import slow
+from tests.variants import variants
 from weft.contract import layouts
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
@@ -159,7 +159,7 @@ def _starve(model):
 
 MESHES = [
     ({"expert": 2}, 2),
-    pytest.param({"expert": 4}, 4, marks=pytest.mark.slow),
+    pytest.param({"expert": 4}, 4, marks=pytest.mark.variant),
     ({"data": 2, "expert": 2}, 4),
 ]
 
@@ -337,7 +337,7 @@ FAST = [case for case in CASES if case[1:] in ((2, "replicate", 1), (2, "fully_s
 
 @pytest.mark.parametrize(
     ("mesh", "ranks", "strategy", "steps"),
-    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in FAST)],
+    [*FAST, *(pytest.param(*case, marks=pytest.mark.variant) for case in CASES if case not in FAST)],
 )
 def test_ten_steps_are_those_of_one_process(mesh, ranks, strategy, steps):
     losses, norms, parameters = _alone(StackedNet, steps)
@@ -378,14 +378,17 @@ def _resumed(ctx, strategy, directory):
     return losses, norms, averages, largest_difference(loaded, restored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other"),
     [
         (("replicate", {"expert": 2}, 2), ("fully_shard", {"data": 2, "expert": 2}, 4)),
         pytest.param(
-            ("fully_shard", {"data": 2, "expert": 2}, 4), ("replicate", {"expert": 1}, 1), marks=pytest.mark.slow
+            ("fully_shard", {"data": 2, "expert": 2}, 4), ("replicate", {"expert": 1}, 1), marks=pytest.mark.variant
         ),
-        pytest.param(("zero1", {"expert": 2}, 2), ("replicate", {"data": 1, "expert": 4}, 4), marks=pytest.mark.slow),
+        pytest.param(
+            ("zero1", {"expert": 2}, 2), ("replicate", {"data": 1, "expert": 4}, 4), marks=pytest.mark.variant
+        ),
     ],
 )
 def test_a_training_resumes_on_another_mesh(one, other, tmp_path):
@@ -399,7 +402,7 @@ def test_a_training_resumes_on_another_mesh(one, other, tmp_path):
         assert largest_difference(averages, found[2]) < 1e-12
 
 
-@pytest.mark.parametrize("strategy", ["fully_shard", *slow("replicate")])
+@pytest.mark.parametrize("strategy", ["fully_shard", *variants("replicate")])
 def test_with_recomputed_layers_numbers_are_the_same(strategy):
     losses, norms, parameters = _alone(StackedNet, 1, 3)
     before = {"blocks": "layers.*"}
@@ -424,7 +427,7 @@ def _undone_after(ctx, strategy):
     return largest_difference(before, [p.detach() for p in model.parameters()]), all(moments)
 
 
-@pytest.mark.parametrize("strategy", ["fully_shard", *slow("replicate")])
+@pytest.mark.parametrize("strategy", ["fully_shard", *variants("replicate")])
 def test_undo_takes_the_strategy_back_and_then_the_experts(strategy):
     assert run_ranks(_undone_after, 2, strategy, mesh={"expert": 2}) == [(0.0, True)] * 2
 
@@ -465,7 +468,7 @@ def _in_stages(ctx, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fully_shard", *slow("zero_partition", "replicate")])
+@pytest.mark.parametrize("strategy", ["fully_shard", *variants("zero_partition", "replicate")])
 def test_experts_in_stages_are_trained_and_undone_as_in_one_process(strategy):
     model, losses = _net(ChainedNet), []
     optimizer = _optimizer(model)

@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import weft
-from tests.variants import diagonal, slow
+from tests.variants import diagonal, variants
 from weft.tensors.dtensor import groups_of
 from weft.testing import RanksFailed, largest_difference, run_ranks
 from weft.version import TESTED_TORCH
@@ -391,7 +391,7 @@ def _kinds(ctx):
     return found
 
 
-@pytest.mark.parametrize("n", [4, *slow(2)])
+@pytest.mark.parametrize("n", [4, *variants(2)])
 def test_every_size_and_kind_of_parameter_equals_one_process(n):
     expected = []
     for make in (lambda: _net(Sizes), _mixed):
@@ -842,7 +842,7 @@ def _bytes(tensors):
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
 
 
-@pytest.mark.parametrize("n", [4, *slow(2)])
+@pytest.mark.parametrize("n", [4, *variants(2)])
 def test_parameters_gradients_and_state_take_a_share_of_the_memory(n):
     for local, total in run_ranks(_shards, n):
         assert local <= total / n + 4 * 8 * (8 * 8 + 8)
@@ -1160,7 +1160,7 @@ def _loaded_later(ctx, folder):
     return found
 
 
-@pytest.mark.parametrize("n", [2, *slow(1)])
+@pytest.mark.parametrize("n", [2, *variants(1)])
 def test_weights_can_come_later_and_each_rank_reads_its_own(tmp_path, n):
     source = _net(Speaker)
     state = {name: value for name, value in source.state_dict().items() if name != "head.weight"}
@@ -1211,7 +1211,7 @@ def _overflow(ctx, strategy, accumulate):
     return found, [_whole(p.detach()) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("accumulate", [2, *slow(1)])
+@pytest.mark.parametrize("accumulate", [2, *variants(1)])
 def test_an_overflow_in_one_shard_skips_everywhere_and_the_scale_backs_off_once(accumulate):
     model = Net()
     with torch.no_grad():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.testing import largest_difference, run_ranks
 
 
@@ -82,7 +82,7 @@ def _train_all(ctx):
     return {name: _train(ctx, name) for name in OPTIMIZERS}
 
 
-@pytest.mark.parametrize("n", [2, *slow(4)])
+@pytest.mark.parametrize("n", [2, *variants(4)])
 def test_optimizers_of_whole_tensors_equal_one_process(n):
     for found in run_ranks(_train_all, n):
         for name, (parameters, count, is_cut) in found.items():
@@ -175,7 +175,7 @@ def _steps(model, optimizer, x, count):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "by"), [("fully_shard", "all"), ("zero_partition", 2), *slow_cases(("fully_shard", "owner"))]
+    ("strategy", "by"), [("fully_shard", "all"), ("zero_partition", 2), *variant_cases(("fully_shard", "owner"))]
 )
 def test_tensors_in_lists_and_dicts_of_the_state_are_resumed_and_brought_back(strategy, by, tmp_path):
     model = _net()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError
 from weft.grads import NamedGrads, add_noise, centralize, clip_norm, clip_value, skip_nonfinite
 from weft.keyed_random.elements import normal_block
@@ -127,7 +127,7 @@ def _train(ctx, strategies):
     [
         (1, None, ("replicate",)),
         (2, None, ("replicate", "fully_shard", 1, 2)),
-        *slow_cases(
+        *variant_cases(
             (4, None, ("replicate", "flat", "fully_shard", 1, 2, 3)),
             (4, {"replica": 2, "shard": 2}, ("fully_shard", 3)),
         ),

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import weft
 from tests.fix_lines.told import told
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.engines.torch.engine import TorchEngine
 from weft.keyed_random.philox import keep_mask, line_keys
 from weft.testing import run_ranks
@@ -210,7 +210,7 @@ def _check_equal(kind, ranks, strategy, mesh=None, options=None, **more):
     [
         ("sdpa", 2, "fully_shard recompute"),
         ("torch", 4, "replicate"),
-        *slow_cases(
+        *variant_cases(
             ("sdpa", 4, "fully_shard"),
             ("eager", 2, "zero"),
             ("eager", 2, "replicate recompute"),
@@ -228,7 +228,7 @@ def test_a_run_on_several_ranks_is_that_of_one(kind, ranks, strategy):
     ("ranks", "mesh", "strategy", "kind", "options"),
     [
         (2, {"data": 1, "tensor": 2}, "tensor sequence", "sdpa", {}),
-        *slow_cases(
+        *variant_cases(
             (4, {"data": 1, "context": 2, "tensor": 2}, "context tensor", "sdpa", {}),
             (2, {"data": 1, "tensor": 2}, "tensor", "eager", {}),
             (4, {"data": 1, "tensor": 4}, "tensor recompute", "sdpa", {}),
@@ -248,7 +248,7 @@ def test_ranks_that_share_a_model_drop_their_parts_of_the_masks_of_one(ranks, me
     ("ranks", "mesh", "strategy", "kind"),
     [
         (2, {"data": 1, "pipeline": 2}, "pipeline recompute", "tied"),
-        *slow_cases(
+        *variant_cases(
             (4, {"data": 2, "pipeline": 2}, "pipeline fully_shard", "tied"),
             (4, {"data": 1, "pipeline": 2, "tensor": 2}, "pipeline tensor", "sdpa"),
             (4, {"data": 1, "pipeline": 2, "tensor": 2}, "pipeline tensor sequence", "sdpa"),
@@ -259,7 +259,7 @@ def test_micro_batches_of_a_pipeline_have_the_masks_of_their_rows(ranks, mesh, s
     _check_equal(kind, ranks, strategy, mesh, ragged=False)
 
 
-@pytest.mark.parametrize("ranks", [1, *slow(2)])
+@pytest.mark.parametrize("ranks", [1, *variants(2)])
 def test_windows_have_the_masks_of_their_micro_batches(ranks):
     _check_equal("sdpa", ranks, "fully_shard", windows=True)
 
@@ -268,7 +268,7 @@ def test_windows_have_the_masks_of_their_micro_batches(ranks):
     ("before", "after"),
     [
         ((2, "replicate", None), (4, "fully_shard", None)),
-        *slow_cases(
+        *variant_cases(
             ((4, "tensor", {"data": 2, "tensor": 2}), (2, "zero", None)),
             ((1, "", None), (2, "context", {"data": 1, "context": 2})),
             ((2, "fully_shard", None), (1, "recompute", None)),
@@ -489,6 +489,7 @@ def test_compiled_blocks_drop_the_same():
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.slow
 def test_rehearsal_draws_without_values():
     def program(ctx):
         model, loader, optimizer, _ = _parts(ctx, "sdpa", "fully_shard", {}, ragged=True, seed=None)

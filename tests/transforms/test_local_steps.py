@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import weft
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.errors import ContextError, ContractError, OrderError
 from weft.testing import largest_difference, run_ranks
 from weft.transforms.local_steps import averaged
@@ -109,7 +109,7 @@ def _assert_simulated(found, expected, ranks_per_worker=1):
         assert largest_difference(weights, expected[rank // ranks_per_worker]) < 1e-12
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.variant)])
 @pytest.mark.parametrize(
     ("every", "inner", "outer", "fragments"),
     [(4, adamw, nesterov, 1), (3, adamw, None, 1), (4, adamw, nesterov, 3)],
@@ -120,7 +120,7 @@ def test_equals_one_process_that_plays_all_workers(ranks, every, inner, outer, f
     _assert_simulated(run_ranks(_train, ranks, inner, every=every, outer=outer, fragments=fragments), expected)
 
 
-@pytest.mark.parametrize("strategy", ["fully_shard", "zero1", *slow("replicate", "zero2", "zero3")])
+@pytest.mark.parametrize("strategy", ["fully_shard", "zero1", *variants("replicate", "zero2", "zero3")])
 def test_shards_inside_and_local_steps_across(strategy):
     expected, _ = _simulated(2, 4, adamw, nesterov)
     mesh = {"replica": 2, "shard": 2}
@@ -138,7 +138,7 @@ def _plain():
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.variant)])
 def test_every_step_with_sgd_is_one_process(ranks):
     _assert_simulated(run_ranks(_train, ranks, sgd, every=1), [_plain()] * ranks)
 
@@ -198,7 +198,7 @@ def _resumed(ctx, directory, strategy, fragments):
     [
         (2, None, None, 3),
         (4, {"replica": 2, "shard": 2}, "zero1", 1),
-        *slow_cases((2, None, None, 1), (4, {"replica": 2, "shard": 2}, "fully_shard", 2)),
+        *variant_cases((2, None, None, 1), (4, {"replica": 2, "shard": 2}, "fully_shard", 2)),
     ],
 )
 def test_a_run_that_is_resumed_between_exchanges_is_bitwise_the_same(tmp_path, ranks, mesh, strategy, fragments):

@@ -7,7 +7,7 @@ from torch import nn
 import weft
 from tests import lm
 from tests.fix_lines.told import told
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.tensors.dtensor import local
 from weft.testing import run_ranks
 
@@ -77,7 +77,8 @@ def _away_and_back(ctx, hows):
         assert all(map(torch.equal, found, expected)), how
 
 
-@pytest.mark.parametrize(("ranks", "hows"), [(2, HOWS), *slow_cases((1, HOWS), (2, MORE), (4, HOWS), (4, MORE))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "hows"), [(2, HOWS), *variant_cases((1, HOWS), (2, MORE), (4, HOWS), (4, MORE))])
 def test_twelve_times_away_and_the_run_is_the_same_bit_for_bit(ranks, hows):
     run_ranks(_away_and_back, ranks, hows, probes="off", timeout_s=120)
 

@@ -11,7 +11,7 @@ from torch import nn
 import weft
 from tests.contract.test_name_table import net
 from tests.fix_lines.told import told
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.testing import largest_difference, run_ranks
 
 TABLE = {
@@ -102,8 +102,9 @@ FAST = ["replicate by owner", "gather", "zero1", "sharded"]
 MORE = ["replicate", "by owner", "rebind gather", "rebind by owner", "zero1 owner", "zero2", "zero3", "zero3 owner"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "hows"), [(2, FAST), *slow_cases((2, MORE), (4, FAST + MORE))], ids=["2", "2-more", "4"]
+    ("ranks", "hows"), [(2, FAST), *variant_cases((2, MORE), (4, FAST + MORE))], ids=["2", "2-more", "4"]
 )
 def test_every_strategy_has_the_numbers_of_one_process(hows, ranks, tmp_path):
     expected = {table: by_hand(table_) for table, table_ in (("mixed", TABLE), ("on shards", ON_SHARDS))}

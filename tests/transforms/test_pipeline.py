@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 import weft
 from tests.fix_lines.told import told
-from tests.variants import slow
+from tests.variants import variants
 from weft.engines.torch.pipeline.schedules import SCHEDULES
 from weft.errors import ContractError, OrderError
 from weft.testing import RanksFailed, fake, run_ranks
@@ -138,8 +138,9 @@ def _all_schedules(ctx, make):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "make"), [(2, _net), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, _tied), (4, _tied)))]
+    ("ranks", "make"), [(2, _net), *(pytest.param(*one, marks=pytest.mark.variant) for one in ((2, _tied), (4, _tied)))]
 )
 def test_every_schedule_computes_the_numbers_of_one_process(ranks, make):
     model = make()
@@ -176,7 +177,8 @@ def _windows(ctx, strategy, steps, epochs, make=_net):
     return _fit(model, model, ctx, steps=steps, epochs=epochs, batch=batch, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("make", [_net, *slow(_tied)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [_net, *variants(_tied)])
 def test_windows_with_a_short_last_one_and_clipping(make):
     _check(run_ranks(_windows, 2, None, 3, 5, make, mesh={"pipeline": 2}, probes="auto"), _reference(3, 5, make))
 
@@ -468,6 +470,7 @@ def _run(ctx, folder, begin, steps, *, is_pipelined, strategy=None, make=_net):
     return numbers, _own(model) | averaged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [_net, _tied])
 def test_a_checkpoint_of_a_pipeline_is_that_of_one_process(tmp_path, make):
     one, two = {"is_pipelined": False, "make": make}, {"is_pipelined": True, "make": make, "mesh": {"pipeline": 2}}
@@ -517,8 +520,8 @@ def _loaded(ctx, path, strategy, make):
     [
         (None, {"pipeline": 2}, _net),
         (None, {"pipeline": 2}, _tied),
-        pytest.param("replicate", {"data": 2, "pipeline": 2}, _tied, marks=pytest.mark.slow),
-        pytest.param("fully_shard", {"data": 2, "pipeline": 2}, _tied, marks=pytest.mark.slow),
+        pytest.param("replicate", {"data": 2, "pipeline": 2}, _tied, marks=pytest.mark.variant),
+        pytest.param("fully_shard", {"data": 2, "pipeline": 2}, _tied, marks=pytest.mark.variant),
     ],
 )
 def test_weights_are_loaded_by_the_ranks_that_have_them(tmp_path, strategy, mesh, make):
@@ -573,7 +576,7 @@ def _undone(ctx, strategy, make):
 
 @pytest.mark.parametrize("make", [_net, _tied])
 @pytest.mark.parametrize(
-    "strategy", [None, *(pytest.param(one, marks=pytest.mark.slow) for one in ("tensor", "fully_shard"))]
+    "strategy", [None, *(pytest.param(one, marks=pytest.mark.variant) for one in ("tensor", "fully_shard"))]
 )
 def test_undo_gives_every_rank_all_parameters_and_state(strategy, make):
     reference = _plain_steps(make)
@@ -841,12 +844,13 @@ def _scaled(ctx, loss, init):
     return numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "loss", "init"),
     [
         ({"pipeline": 2}, _tiny, 2.0**16),
         ({"pipeline": 2}, _sum_and_count, 2.0**24),  # too large: the first steps are skipped
-        pytest.param({"data": 2, "pipeline": 2}, _loss, 2.0**10, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "pipeline": 2}, _loss, 2.0**10, marks=pytest.mark.variant),
     ],
     ids=["small", "large", "data"],
 )

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import weft
-from tests.variants import slow
+from tests.variants import variants
 from weft.testing import fake, run_ranks
 from weft.weights import PlacementPlan, module_sizes, on_meta, plan_placement
 
@@ -104,7 +104,7 @@ def test_it_computes_the_bits_of_the_model_in_memory(files, kind, ahead):
 
 
 @pytest.mark.parametrize(
-    "budget", [7000, *(pytest.param(b, marks=pytest.mark.slow) for b in (5000, 9000, 12000, 16000, 20000, 30000))]
+    "budget", [7000, *(pytest.param(b, marks=pytest.mark.variant) for b in (5000, 9000, 12000, 16000, 20000, 30000))]
 )
 def test_every_budget_gives_the_same_bits(files, budget):
     plain, paths = files
@@ -333,7 +333,7 @@ def test_it_cannot_be_moved(files, move):
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.copy, pickle.dumps, *slow(copy.deepcopy, lambda part: torch.save(part, io.BytesIO()))]
+    "copied", [copy.copy, pickle.dumps, *variants(copy.deepcopy, lambda part: torch.save(part, io.BytesIO()))]
 )
 def test_what_is_streamed_cannot_be_copied(files, copied):
     plain, paths = files

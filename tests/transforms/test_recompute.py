@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.engines.torch.compute import activation_checkpoint
 from weft.testing import largest_difference, run_ranks
 
@@ -622,8 +622,8 @@ def _train(ctx, strategy, chosen, steps, policy=None, save=(), norms=False):
         ("replicate", {"norms": True}),
         ("fully_shard", {"save": ["matmul"]}),
         ("fully_shard", {"policy": "bf16"}),
-        *slow_cases(("replicate", {}), ("replicate", {"save": ["matmul"]}), ("replicate", {"policy": "bf16"})),
-        *slow_cases(("fully_shard", {})),
+        *variant_cases(("replicate", {}), ("replicate", {"save": ["matmul"]}), ("replicate", {"policy": "bf16"})),
+        *variant_cases(("fully_shard", {})),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(f"{k}={v}" for k, v in value.items()) or "plain",
 )

@@ -942,10 +942,10 @@ def _compiled(ctx, flat, policy):
 @pytest.mark.parametrize(
     ("flat", "policy"),
     [
-        pytest.param(False, None, marks=pytest.mark.slow),
-        pytest.param(True, None, marks=pytest.mark.slow),
-        pytest.param(False, "bf16", marks=pytest.mark.slow),
-        pytest.param(False, "fp16", marks=pytest.mark.slow),
+        pytest.param(False, None, marks=pytest.mark.variant),
+        pytest.param(True, None, marks=pytest.mark.variant),
+        pytest.param(False, "bf16", marks=pytest.mark.variant),
+        pytest.param(False, "fp16", marks=pytest.mark.variant),
     ],
 )
 def test_compile_works_after_the_transforms(flat, policy):

@@ -9,7 +9,7 @@ from torch import nn
 import weft
 from tests.contract.test_name_table import net
 from tests.fix_lines.told import told
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.engines.torch.steps.step_by_parts import AroundPart
 from weft.keyed_random.elements import words_block
 from weft.tensors.blocks import Block, whole
@@ -69,7 +69,8 @@ def trained(ctx, hows, **options):
 FAST, MORE = ["replicate", "fully_shard", "zero1"], ["flat", "zero2", "zero3"]
 
 
-@pytest.mark.parametrize(("ranks", "hows"), [(2, FAST), *slow_cases((2, MORE), (4, FAST + MORE))], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "hows"), [(2, FAST), *variant_cases((2, MORE), (4, FAST + MORE))], ids=str)
 def test_every_strategy_rounds_as_one_process_also_resumed_and_part_by_part(ranks, hows, tmp_path):
     expected = train(weft.local(), "plain", save=tmp_path)
     for options in ({}, {"restore": tmp_path}, {"part_bytes": 3000}):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.lm import LM, PLAN, WIDTH, difference, loss_of, model, optimizer_of, reference, samples, whole
-from tests.variants import slow, slow_cases
+from tests.variants import variant_cases, variants
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError, ProbeFailed
 from weft.testing import largest_difference, run_ranks
 
@@ -49,7 +49,7 @@ def train(ctx, sequence, steps, strategy=None):
     ("ranks", "steps", "sequence"),
     [
         (2, 1, False),  # several micro-batches and a divided sequence: with a strategy, below
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(2, 3, True), (4, 1, True), (4, 3, False)]),
+        *(pytest.param(*each, marks=pytest.mark.variant) for each in [(2, 3, True), (4, 1, True), (4, 3, False)]),
     ],
 )
 def test_training_is_that_of_one_process(ranks, steps, sequence):
@@ -62,7 +62,7 @@ def test_training_is_that_of_one_process(ranks, steps, sequence):
 
 @pytest.mark.parametrize(
     ("strategy", "steps", "sequence"),
-    slow_cases(
+    variant_cases(
         ("fully_shard", 1, True),
         ("replicate", 3, True),
         ("fully_shard", 3, False),
@@ -99,7 +99,7 @@ def _raise(_):
     raise RuntimeError("torn")
 
 
-@pytest.mark.parametrize("sequence", [True, *slow(False)])
+@pytest.mark.parametrize("sequence", [True, *variants(False)])
 def test_a_second_backward_pass_adds_to_what_was_added_up(sequence):
     module = model()
     for rows in samples(8).chunk(2):
@@ -122,7 +122,7 @@ def observed(ctx, early):
     return [type(one) for one in seen], [one.sum() for one in seen]
 
 
-@pytest.mark.parametrize("early", [True, *slow(False)])
+@pytest.mark.parametrize("early", [True, *variants(False)])
 def test_a_hook_on_a_row_layer_sees_what_one_process_returns(early):
     module, seen = model(), []
     next(part for name, part in module.named_modules() if name.endswith("down")).register_forward_hook(
@@ -435,7 +435,7 @@ def there_and_back(ctx, sequence):
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("sequence", [True, *slow(False)])
+@pytest.mark.parametrize("sequence", [True, *variants(False)])
 def test_optimizers_go_along_and_undo_makes_everything_whole(sequence):
     module = model()
     optimizer = optimizer_of(module)
@@ -555,7 +555,7 @@ def together(ctx, sequence):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [True, *slow(False)])
+@pytest.mark.parametrize("sequence", [True, *variants(False)])
 def test_with_precision_recompute_averages_and_compile(sequence):
     module, ctx = weft.with_precision(model(torch.float32), weft.local(), "bf16")
     module, ctx = weft.average_weights(module, ctx, decay=0.5)

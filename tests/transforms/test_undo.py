@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.variants import slow
+from tests.variants import variants
 from weft.testing import largest_difference, run_ranks
 
 
@@ -163,7 +163,8 @@ def _migrate(ctx, kind):
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", ["adamw", *slow("adafactor")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adamw", *variants("adafactor")])
 def test_strategies_are_exchanged_in_the_middle_of_training(kind):
     expected = _migrate(None, kind)
     for n in (2, 4) if kind == "adamw" else (2,):

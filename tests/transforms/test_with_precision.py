@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from tests.variants import slow
+from tests.variants import variants
 from weft import Precision
 from weft.engines.torch.hooks.graph_walk import running_backward
 from weft.precision import LossScaling
@@ -1458,9 +1458,9 @@ def test_windows_over_two_ranks_are_the_mean_of_fp32():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(
-    "policy", ["bf16", FP16, *slow("fp32", "bf16-true")], ids=["bf16", "fp16", "fp32", "bf16-true"]
+    "policy", ["bf16", FP16, *variants("fp32", "bf16-true")], ids=["bf16", "fp16", "fp32", "bf16-true"]
 )
-@pytest.mark.parametrize("how", ["compile", *slow("Module.compile", "part")])
+@pytest.mark.parametrize("how", ["compile", *variants("Module.compile", "part")])
 def test_compiled_modules_compute_in_the_same_precision(policy, how):
     torch._dynamo.reset()
     plain, (model, _) = _precise(policy)[0], _precise(policy, methods=("encode",))
@@ -1582,6 +1582,7 @@ def _two_heads_all(ctx):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_overflow_skips_the_optimizer_that_it_concerns(n):
     for found in run_ranks(_two_heads_all, n):

@@ -112,7 +112,7 @@ def _memory(ctx):
     return found
 
 
-@pytest.mark.parametrize("n", [4, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [4, pytest.param(2, marks=pytest.mark.variant)])
 def test_memory_per_parameter_is_what_each_stage_promises(n):
     limits = {1: 8 + 8 / n, 2: 4 + 12 / n, 3: 16 / n, "fully_shard": 16 / n}
     for found in run_ranks(_memory, n):

@@ -110,6 +110,7 @@ def forms(tmp_path):
 # -- forms and modules, one process --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_form_goes_into_a_real_module_and_one_on_meta(forms):
     ctx = weft.local()
     for form, path in forms.items():
@@ -517,6 +518,7 @@ def _loads(ctx, kinds, path):
     return wrong
 
 
+@pytest.mark.slow
 def test_every_kind_of_module_on_several_ranks(tmp_path):
     def saves(ctx, folder):
         model, ctx = weft.fully_shard(_net(1, Plain), ctx, units="mid")

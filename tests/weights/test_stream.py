@@ -9,7 +9,7 @@ from torch import nn
 
 import weft
 from tests import lm
-from tests.variants import slow_cases
+from tests.variants import variant_cases
 from weft.errors import PeerError
 from weft.testing import RanksFailed, run_ranks
 
@@ -79,7 +79,7 @@ def _streams(world, how, folder):
     [
         ("fully_shard", {"data": 2}),
         ("replicate", {"data": 2}),
-        *slow_cases(
+        *variant_cases(
             ("zero1", {"data": 2}),
             ("zero2", {"data": 2}),
             ("zero3", {"data": 4}),
@@ -176,7 +176,8 @@ def _eight_gigabytes(ctx, how):
     return step
 
 
-@pytest.mark.parametrize("how", ["fully_shard", *slow_cases(("pipeline",))])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["fully_shard", *variant_cases(("pipeline",))])
 def test_eight_gigabytes_take_a_shard_and_two_buckets(how):
     mesh = {"pipeline": 8} if how == "pipeline" else {"data": 8}
     found = weft.rehearse(lambda ctx: _eight_gigabytes(ctx, how), ranks=8, mesh=mesh)
