@@ -161,6 +161,7 @@ def test_what_is_no_state_is_refused(tmp_path):
             weft.save(state, tmp_path, step, ctx, keep=keep)
 
 
+@pytest.mark.slow
 def test_a_context_for_one_rank_and_a_pretended_one_are_refused(tmp_path):
     def saves(ctx, folder):
         state = _state(ctx, box=Box())
@@ -818,6 +819,7 @@ def test_a_late_rank_is_waited_for(tmp_path):
     assert min(run_ranks(saves, 2, tmp_path)) >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("instead", "ranks"), [("reduces", 2), *variant_cases(("reduces", 4), ("meets", 3))])
 def test_save_on_one_rank_only_fails_on_all_soon_and_names_the_others_line(tmp_path, instead, ranks):
     def saves(ctx, folder):

@@ -329,6 +329,7 @@ def test_a_failure_of_one_rank_is_named_on_all_and_the_job_can_go_on(tmp_path):
     assert _restored(tmp_path) == 1
 
 
+@pytest.mark.slow
 def test_saving_on_some_ranks_only_fails_on_all_soon(tmp_path):
     def saves(ctx, folder):
         state = _state(ctx, 1)

@@ -68,6 +68,7 @@ def _flat(epochs):
     return [i for epoch in epochs for step in epoch for i in step]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, *variants(4)])
 def test_a_sampler_is_read_alike_by_any_number_of_ranks_and_resumed_on_another(ranks):
     alone, parts = run_ranks(_read, 1, AGAIN)[0], run_ranks(_read, ranks, AGAIN)[0]

@@ -185,6 +185,7 @@ def test_an_epoch_does_not_depend_on_what_was_read_before(kind):
     assert _epochs(again, 3)[0] == {1: whole[1][2 * 2 :], 2: whole[2]}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:shard_data. .* changes while it is read")
 @pytest.mark.parametrize("kind", [Position, OfNumpy, *variants(*SAME[1:])])
 @pytest.mark.parametrize(("workers", "persistent"), [(2, True), *variant_cases((1, True), (1, False))])

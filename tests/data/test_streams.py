@@ -489,6 +489,7 @@ def test_the_shortest_rank_ends_the_epoch(known):
     assert run_ranks(_ended, 2, "drop", known) == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False])
 def test_a_rank_with_fewer_batches_is_named_on_all_ranks(known):
     begin = time.monotonic()

@@ -197,6 +197,7 @@ def shared_by_all():
     return Grouped(groups=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.variant)])
 def test_ranks_share_a_head_of_keys(ranks):
     expected = reference(shared_by_all, 4)

@@ -81,6 +81,7 @@ def _both(ctx):
     return found
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_autocast():
     for found in run_ranks(_both, 2):
         assert max(found.values()) == 0, found  # what is gathered in 16 bits is what autocast casts, bit for bit

@@ -1,6 +1,7 @@
 """The house: importing has no effects, layers hold, one reader of the environment, the places of each name."""
 
 import ast
+import functools
 import json
 import os
 import pathlib
@@ -19,7 +20,12 @@ from tests.laws.table import TABLE
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "weft"
 FILES = sorted((ROOT / "src").rglob("*.py"))
-TREES = {path.relative_to(ROOT / "src").as_posix(): ast.parse(path.read_text()) for path in FILES}
+NAMES = [path.relative_to(ROOT / "src").as_posix() for path in FILES]
+
+
+@functools.cache
+def _tree(name):
+    return ast.parse((ROOT / "src" / name).read_text())
 
 
 def _python(code, *arguments, env=None, limit_s=60):
@@ -263,7 +269,7 @@ def test_the_docstring_of_a_package_lists_its_files(package):
 
 def _tested_by(package):
     """The tests that the last paragraph of a package's docstring names."""
-    text = ast.get_docstring(TREES[(package / "__init__.py").relative_to(ROOT / "src").as_posix()]) or ""
+    text = ast.get_docstring(_tree((package / "__init__.py").relative_to(ROOT / "src").as_posix())) or ""
     found = re.fullmatch(r"Tested by: (\S+(?:,\s+\S+)*)", text.rpartition("\n\n")[2])
     return [ROOT / name for name in re.split(r",\s+", found[1])] if found else []
 
@@ -280,8 +286,8 @@ def _needed(test):
     names = {*re.findall(r"\bweft\w*(?:\.\w+)+", text), *_imported(ast.parse(text))}
     names |= {str(getattr(getattr(weft, name, None), "__module__", "")) for name in re.findall(r"\bweft\.(\w+)", text)}
     modules = {name for full in names for name in (full, full.rpartition(".")[0])} - {"", "weft"}
-    files = {f"{name.replace('.', '/')}{end}" for name in modules for end in (".py", "/__init__.py")} & {*TREES}
-    return names.union(*(_imported(TREES[file]) for file in files))
+    files = {f"{name.replace('.', '/')}{end}" for name in modules for end in (".py", "/__init__.py")} & {*NAMES}
+    return names.union(*(_imported(_tree(file)) for file in files))
 
 
 @pytest.mark.parametrize(
@@ -302,8 +308,8 @@ def test_no_folder_is_a_pile():
 
 
 def _classes():
-    for file, tree in TREES.items():
-        for node in ast.walk(tree):
+    for file in NAMES:
+        for node in ast.walk(_tree(file)):
             if isinstance(node, ast.ClassDef) and "Attributes:" in (ast.get_docstring(node) or ""):
                 yield file, node
 
@@ -311,8 +317,8 @@ def _classes():
 def _bases(node):
     """The classes of this package that a class extends, and those that they extend."""
     names = {base.id for base in node.bases if isinstance(base, ast.Name)}
-    for tree in TREES.values():
-        for found in tree.body:
+    for file in NAMES:
+        for found in _tree(file).body:
             if isinstance(found, ast.ClassDef) and found.name in names:
                 yield found
                 yield from _bases(found)
@@ -367,8 +373,8 @@ PICKLES = {
 def _uses(*names):
     """Files in which one of these dotted names is read, called or imported."""
     found = set()
-    for path, tree in TREES.items():
-        for node in ast.walk(tree):
+    for path in NAMES:
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.Attribute) and ast.unparse(node) in names:
                 found.add(path)
             if isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -395,8 +401,8 @@ def test_nothing_is_unpickled_but_between_processes_that_belong_together():
 def test_no_global_statement_no_star_import_no_wide_except():
     wrong = [
         f"{path}:{node.lineno}: {ast.unparse(node).splitlines()[0]}"
-        for path, tree in TREES.items()
-        for node in ast.walk(tree)
+        for path in NAMES
+        for node in ast.walk(_tree(path))
         if isinstance(node, ast.Global)
         or (isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names))
         or (isinstance(node, ast.ExceptHandler) and node.type is None)

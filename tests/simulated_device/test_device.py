@@ -41,6 +41,7 @@ def _mixes(ctx):
             call()
 
 
+@pytest.mark.slow
 def test_tensors_of_several_devices_are_refused():
     on_ranks(_mixes, 1)
 

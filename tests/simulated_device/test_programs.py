@@ -113,6 +113,7 @@ def _exchanged(ctx):
     return on_cpu({**found, "gradient": tracked.grad})
 
 
+@pytest.mark.slow
 def test_collectives_bring_the_same_as_on_cpus():
     for one, two in zip(on_ranks(_exchanged, 2), run_ranks(_exchanged, 2), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=0)

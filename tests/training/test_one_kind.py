@@ -172,6 +172,7 @@ def _check(ranks, cases, name, hows):
                 assert largest_difference(result, expected[block, how]) < 1e-12, (case, how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [(2, list(TWO)), pytest.param(4, list(FOUR), marks=pytest.mark.variant)],

@@ -284,6 +284,7 @@ def _undone(ctx, strategy):
         return gradients, {name: p.detach().clone() for name, p in net.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", ["fully_shard", *(pytest.param(one, marks=pytest.mark.variant) for one in STRATEGIES if one[0] != "f")]
 )

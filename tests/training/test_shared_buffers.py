@@ -199,6 +199,7 @@ def _cases(name):
     return [(kind, title) for kind, title in every if "recompute" not in name or "eval mode" not in title]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

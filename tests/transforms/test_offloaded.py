@@ -97,6 +97,7 @@ def _makes_room(ctx):
     return step
 
 
+@pytest.mark.slow
 def test_a_rehearsal_shows_that_the_memory_is_free():
     found = weft.rehearse(_makes_room, ranks=8)
     assert found.at_rest.total > 2**21

@@ -99,6 +99,7 @@ def _raise(_):
     raise RuntimeError("torn")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [True, *variants(False)])
 def test_a_second_backward_pass_adds_to_what_was_added_up(sequence):
     module = model()
