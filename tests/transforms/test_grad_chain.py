@@ -289,6 +289,46 @@ def test_once_per_window_skipped_on_all_ranks_and_resumed():
         assert largest_difference(found, (window, resumed)) < 1e-12
 
 
+def _staged(ctx, strategy):
+    """Three steps in stages, of which the second one is skipped, with the parameters of this rank."""
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4))).double()
+    with torch.no_grad():
+        for number, p in enumerate(model.parameters()):
+            p.copy_(torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view(p.shape) * (1 + number) / 5)
+    model, ctx = weft.pipeline(model, ctx, loss=nn.functional.mse_loss, micro_batches=2)
+    if strategy == "fully_shard":
+        model, ctx = weft.fully_shard(model, ctx)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if strategy == "zero_partition":
+        model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=2)
+    optimizer, ctx = weft.grad_chain(optimizer, ctx, skip_nonfinite(), clip_norm(0.5), add_noise(1e-2, seed=1))
+    skipped = []
+    for step in range(3):
+        x = _x(step).tensor_split(ctx.data_size)[ctx.data_rank]
+        bad = math.inf if step == 1 and ctx.data_rank == ctx.data_size - 1 else 1.0
+
+        def closure(x=x, bad=bad):
+            loss = model(x, target=x * bad)
+            loss.backward()
+            return loss.item()  # a number; some stages have no parameter that lies on a device first
+
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        skipped.append(weft.was_skipped(optimizer))
+    assert skipped == [False, True, False]
+    return {name: p for name, p in _whole(model, ctx).items() if not p.is_meta}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fully_shard", "zero_partition"])
+def test_stages_of_a_pipeline_skip_a_step_together(strategy):
+    (expected,) = run_ranks(_staged, 1, strategy, mesh={"pipeline": 1})
+    found = run_ranks(_staged, 4, strategy, mesh={"pipeline": 2, "shard": 2}, timeout_s=200)
+    assert {name for own in found for name in own} == set(expected)
+    for own in found:
+        assert largest_difference(own, {name: expected[name] for name in own}) < 1e-12
+
+
 # -- several optimizers, other transforms of a step --------------------------------------------------
 
 

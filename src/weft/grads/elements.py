@@ -215,7 +215,7 @@ def scales_of(optimizer: torch.optim.Optimizer, ctx: DistContext) -> list[LossSc
 def skipping_step(optimizer: torch.optim.Optimizer, ctx: DistContext) -> SkippingStep:
     """What skips the steps of an optimizer, on all ranks alike, and moves the scales; not hooked yet."""
     group = ctx.require_collective("skip_nonfinite").group if ctx.world_size > 1 else None
-    return SkippingStep(optimizer, scales_of(optimizer, ctx) or (), group)
+    return SkippingStep(optimizer, scales_of(optimizer, ctx) or (), group, ctx.device)
 
 
 def _named(function: Element, name: str) -> Element:

@@ -379,7 +379,8 @@ class TensorUnits(WholeUnits):
         except (RuntimeError, ValueError, TypeError, IndexError):
             pairs, worst = [], 2.0
         # A program that says how many rows there are computes something else for others.
-        if largest_over(self.group, [worst], next(self._unit("").parameters()).device)[0] > 1:
+        device = next(p.device for p in self._unit("").parameters() if not p.is_meta)
+        if largest_over(self.group, [worst], device)[0] > 1:
             pairs = list(super().measure(name, args, kwargs, gradients=gradients))
         yield from pairs
 

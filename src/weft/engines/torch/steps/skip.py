@@ -50,10 +50,15 @@ class SkippingStep:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, scales: Sequence[LossScale], group: dist.ProcessGroup | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        scales: Sequence[LossScale],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
     ) -> None:
         self.skipped = False
         self._group = group
+        self._device = device
         # A scale lives as long as its module; the optimizer shall not keep the module's hooks alive.
         self._scales = [weakref.ref(scale) for scale in scales]
         self._seen = weakref.WeakKeyDictionary({scale: scale.backwards for scale in scales})
@@ -93,7 +98,7 @@ class SkippingStep:
         scales = [scale for scale in (ref() for ref in self._scales) if scale is not None]
         parameters = parameters_of(optimizer)
         if not self._scales:
-            held = Gradients(parameters, parameters[0].device, {})
+            held = Gradients(parameters, self._device, {})
             if not held.checked_norm(math.inf, self._group).is_finite:
                 self._skip(parameters)
         if not scales:

@@ -231,7 +231,7 @@ class Steps:
             return loss
         # A Python float has 64 bits; with fewer, a line search would decide otherwise than in one process.
         if isinstance(loss, float):
-            device = next(p.device for p in parameters_of(optimizer))
+            device = next((p.device for p in parameters_of(optimizer) if not p.is_meta), None)
             mean = torch.tensor(loss, dtype=torch.float64, device=device)
         else:
             mean = loss.detach().clone()
