@@ -16,6 +16,7 @@ from weft.collectives.primitives import enter_collective, name_lost_peer
 from weft.collectives.tensors import reduce
 from weft.context import DistContext
 from weft.contract import part_axes
+from weft.engines.torch.probes.compare import differing_ranks
 from weft.errors import ContractError, listed, type_error, value_error
 from weft.tensors.nested import leaves, map_leaves
 
@@ -65,7 +66,7 @@ def gather_metrics(values: Any, ctx: DistContext, *, ids: SampleIds | Sequence[S
 
     Changes: nothing. Collectives: one small all-gather, and one for each tensor that does not fit into it; two more
     instead where ranks bring lists, or tensors of other shapes. Over the data axes: ranks that see the same batches
-    count once.
+    count once. Under `context_parallel`, one small all-gather more, over its axis.
 
     Args:
         values: Tensors [rows, ...] and lists of one entry per row (strings, numbers, dicts, tensors of
@@ -83,6 +84,7 @@ def gather_metrics(values: Any, ctx: DistContext, *, ids: SampleIds | Sequence[S
         TypeError: On all ranks, if an entry cannot be sent.
         ValueError: A leaf has another number of rows than `ids`.
         ContextError: The ranks pass different structures.
+        ContractError: Under `context_parallel`, the values of the ranks are those of their parts of a sample.
         PeerError: A peer failed or died.
 
     Example:
@@ -92,9 +94,10 @@ def gather_metrics(values: Any, ctx: DistContext, *, ids: SampleIds | Sequence[S
         {'loss': tensor([0.0000, 0.2000])}
     """
     batches = [(values, ids)] if isinstance(ids, SampleIds) else list(zip(values, ids, strict=True))
-    sub = ctx if len(ctx.axes) == 1 else ctx.on(ctx.data_axes)
+    sub = ctx.on(ctx.data_axes)
     world = enter_collective("gather_metrics", sub, None, {})
     shape, structure, columns, everyone = _columns(batches)
+    _check_whole(columns, ctx)
     if world.group is None:
         parts = [([column.clone() if isinstance(column, torch.Tensor) else column for column in columns], everyone)]
     else:
@@ -103,6 +106,19 @@ def gather_metrics(values: Any, ctx: DistContext, *, ids: SampleIds | Sequence[S
     if not batches:
         return []
     return _ordered(shape, [part for part, _ in parts], [found for _, found in parts])
+
+
+def _check_whole(columns: list[Any], ctx: DistContext) -> None:
+    """Raise if ranks that have parts of the same samples bring other values: they are those of the parts."""
+    axes = part_axes(ctx)
+    group = ctx.on(axes).group if axes else None
+    if group is not None and (others := differing_ranks(columns, group, ctx.device)):
+        raise ContractError(
+            "gather_metrics: a value is that of a part of a sample, and not of the whole one",
+            found=f"other values on {len(others)} of the {group.size()} ranks along {listed(map(repr, axes))}",
+            expected="the same ones: sums over all positions of a sample, and what is computed from them",
+            fix=f'values = weft.reduce(values, ctx.on({axes[0]!r}), "sum")  # of sums over positions, before a mean',
+        )
 
 
 def _columns(batches: Sequence[tuple[Any, SampleIds]]) -> tuple[Any, str, list[Any], torch.Tensor]:

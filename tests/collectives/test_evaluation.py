@@ -7,9 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import DataLoader
 
 import weft
+from tests.fix_lines.told import told
 from tests.variants import variant_cases
 from weft.testing import run_ranks
 
@@ -321,3 +323,28 @@ def _no_batches(ctx):
 @pytest.mark.parametrize("n", [1, 2])
 def test_of_no_batches_there_are_no_rows(n):
     assert run_ranks(_no_batches, n) == [[]] * n
+
+
+def _sums_of_parts(ctx):
+    """Of two samples, each rank has a part: 1 and 2 on the first, 10 and 20 on the second."""
+    _, ctx = weft.context_parallel(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), ctx)
+    ids = weft.metrics.SampleIds(ids=torch.tensor([1, 0]), valid=torch.tensor([True, True]))
+    values = torch.tensor([1.0, 2.0]) * 10**ctx.rank
+    with told("metrics.py", "a value is that of a part of a sample") as it:
+        weft.metrics.gather_metrics(values, ctx, ids=ids)
+    values = it.run(values=values, ctx=ctx)["values"]
+    return weft.metrics.gather_metrics(values, ctx, ids=ids).tolist()
+
+
+def test_values_of_parts_of_a_sample_are_put_together_first():
+    assert run_ranks(_sums_of_parts, 2, mesh={"context": 2}) == [[22.0, 11.0]] * 2
+
+
+def _samples_of_one_batch(ctx):
+    ids = weft.metrics.SampleIds(ids=torch.tensor([1, 0]), valid=torch.tensor([True, True]))
+    return weft.metrics.gather_metrics(torch.tensor([1.0, 2.0]), ctx, ids=ids).tolist()
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context"])
+def test_ranks_that_see_the_same_batch_count_once(axis):
+    assert run_ranks(_samples_of_one_batch, 2, mesh={axis: 2}) == [[2.0, 1.0]] * 2

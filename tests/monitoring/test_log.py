@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import weft
 from weft import monitoring
@@ -45,6 +46,17 @@ def _logs_on_a_mesh(ctx):
 
 def test_ranks_that_see_the_same_data_count_once():
     assert run_ranks(_logs_on_a_mesh, 4, mesh={"data": 2, "tensor": 2}) == [1.0, 2.0, 1.0, 2.0]
+
+
+def _logs_of_parts(ctx):
+    """A model whose ranks have parts of each sequence."""
+    model = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    _, after = weft.context_parallel(model, ctx)
+    return weft.log({"loss": float(ctx.rank)}, 0, after)["loss"]
+
+
+def test_ranks_with_parts_of_the_same_samples_count():
+    assert run_ranks(_logs_of_parts, 2, mesh={"context": 2}) == [0.5, 0.5]
 
 
 def _logs_other_names(ctx, many):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import weft
+from tests.fix_lines.told import Told, told
 from tests.variants import one_in
 from weft.errors import ProbeFailed
 from weft.testing import RanksFailed, run_ranks
@@ -645,3 +646,43 @@ def test_what_mixes_features_is_refused(name):
     found = run_ranks(both, 2, name, mesh={"tensor": 2})
     check_exact([one for one, _ in found], expected)
     check_refused([one for _, one in found])
+
+
+def _trained_in_stages(ctx, model, plan):
+    """Its parameters after a step."""
+    model, ctx = weft.tensor_parallel(model, ctx, plan=plan)
+    model, ctx = weft.pipeline(model, ctx, loss=nn.functional.mse_loss, micro_batches=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.linspace(-1, 1, 16).view(4, 4)
+    model(x, target=x).backward()
+    optimizer.step()
+    with weft.full_params(model, ctx):
+        return {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
+
+
+def _layers():
+    torch.manual_seed(0)
+    return [nn.Linear(4, 4) for _ in range(4)]
+
+
+def _without_blocks(ctx):
+    styles = ("column", "row", "column", "row")
+    with told("engines/torch/probes/runner.py", "layers that belong together, in no smaller module") as it:
+        _trained_in_stages(ctx, nn.Sequential(*_layers()), {str(at): style for at, style in enumerate(styles)})
+    return it.fix
+
+
+def _with_blocks(ctx, fix):
+    it, layers = Told(), _layers()
+    it.fix = fix
+    blocks = [it.run(nn=nn, up=layers[at], down=layers[at + 1])["block"] for at in (0, 2)]
+    return _trained_in_stages(ctx, nn.Sequential(*blocks), {"*.0": "column", "*.2": "row"})
+
+
+@pytest.mark.slow
+def test_divided_layers_of_a_pipeline_are_in_blocks():
+    fixes = {fix for fix in run_ranks(_without_blocks, 4, mesh={"pipeline": 2, "tensor": 2}) if fix}
+    (fix,) = fixes
+    (expected,) = run_ranks(_with_blocks, 1, fix, mesh={"pipeline": 1, "tensor": 1})
+    for found in run_ranks(_with_blocks, 4, fix, mesh={"pipeline": 2, "tensor": 2}):
+        assert found and all(torch.allclose(p, expected[name], atol=1e-6) for name, p in found.items())

@@ -694,3 +694,26 @@ def test_operations_of_torch_are_as_before_when_the_last_strategy_has_ended():
     for found, as_before in run_ranks(_ends, 2):
         assert found == [(one, one) for one in (False, False, True, False, True)]
         assert as_before
+
+
+def _clips_stages(ctx, beside):
+    """A line of torch's over gradients of which this rank has some, as parts, and other ranks the others."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
+    if beside == "tensor":
+        model, ctx = weft.tensor_parallel(model, ctx, plan={"*.0": "column", "*.1": "row"})
+    model, ctx = weft.pipeline(model, ctx, loss=mse_loss, micro_batches=2)
+    if beside == "shard":
+        model, ctx = weft.fully_shard(model, ctx)
+    model(torch.ones(4, 4), target=torch.ones(4, 4)).backward()
+    with pytest.raises(ContractError, match="numbers are read that another rank has"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    with pytest.raises(ContractError, match="numbers are read that another rank has"):
+        nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    weft.clip_grads(model, ctx, max_norm=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["shard", "tensor"])
+def test_a_norm_over_parts_of_stages_is_refused(beside):
+    run_ranks(_clips_stages, 4, beside, mesh={"pipeline": 2, beside: 2})

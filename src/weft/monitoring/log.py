@@ -10,6 +10,7 @@ import torch
 from weft.checks import as_number, check_count, option_error
 from weft.collectives import reduce
 from weft.context import DistContext
+from weft.contract import part_axes
 from weft.errors import ContextError, listed
 from weft.monitoring.trackers.lifetime import RunTracker, close
 from weft.monitoring.values import Tracker, hash_of_names, numbers_to_average
@@ -26,13 +27,13 @@ def log(
     weight: float = 1.0,
     every: int = 1,
 ) -> dict[str, Any]:
-    """Average numbers over the ranks that see different data, and let the main rank write them.
+    """Average numbers over the ranks that see different data or parts of it, and let the main rank write them.
 
     The mean of the ranks' values, each weighted by the samples or tokens it was computed from, is the value
     of the global batch, however it was divided. Texts, pictures and histograms are those of the main rank.
 
-    Changes: nothing. Collectives: one all-reduce of the numbers over the data axes; none if `step` is left
-    out by `every`.
+    Changes: nothing. Collectives: one all-reduce of the numbers over the data axes and those of
+    `context_parallel`, whose ranks have parts of each sequence; none if `step` is left out by `every`.
 
     Args:
         values: By name, the same names on all ranks: numbers of Python, numpy or torch, truths (0 or 1), tensors and
@@ -74,7 +75,8 @@ def log(
 
 
 def _averages(numbers: Mapping[str, float], ctx: DistContext, weight: float) -> dict[str, float]:
-    there = ctx.on(ctx.data_axes) if ctx.data_axes else None
+    axes = (*ctx.data_axes, *part_axes(ctx))
+    there = ctx.on(axes) if axes else None
     if there is None or there.world_size == 1:
         return dict(numbers)
     seal = hash_of_names(numbers)

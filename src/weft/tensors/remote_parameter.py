@@ -109,7 +109,9 @@ def _refused(func: Any, found: str) -> ContractError:
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_meta else tensor.to("meta")
+    if type(tensor) in {torch.Tensor, nn.Parameter, RemoteTensor}:
+        return tensor if tensor.is_meta else tensor.to("meta")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # no DTensor: its result would be one
 
 
 def _marked(found: Any) -> Any:
@@ -134,6 +136,14 @@ def empty_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
         marked.__class__ = RemoteTensor
     vars(marked)[_MARK] = True
     return cast("torch.Tensor", marked)
+
+
+def gradient_elsewhere(parameter: nn.Parameter) -> torch.Tensor:
+    """What stands for the gradient of a parameter that another rank has; also for one of a cut layer, a DTensor."""
+    if isinstance(parameter, RemoteTensor):
+        return parameter.detach()
+    made: torch.Tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").as_subclass(RemoteTensor)
+    return made
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:

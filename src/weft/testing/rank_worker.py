@@ -63,7 +63,6 @@ def serve_jobs(fd: int, rank: int, request: dict[str, Any]) -> None:
         data, failed = _run(job, size, printed, whole)
         pipe.send_bytes(data)
         gc.collect()  # groups that nothing refers to any more have threads that keep looking
-        gc.freeze()  # the next collection need not look at what a job has imported
         if failed and dist.is_initialized():
             # The world ends now; ranks that wait for this one in a collective wake up at once.
             dist.destroy_process_group()

@@ -11,6 +11,7 @@ from typing_extensions import override
 from weft import torch_internals
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
+from weft.tensors.remote_parameter import RemoteTensor
 
 
 class CutLayerGradient(DTensor):
@@ -32,6 +33,8 @@ class CutLayerGradient(DTensor):
         Raises:
             ContractError: Tensors of several kinds are more than numbers.
         """
+        if any(issubclass(kind, RemoteTensor) for kind in types):
+            return NotImplemented  # what comes of it is elsewhere, too
         with torch_internals.without_subclasses():
             given = list(tensors((args, kwargs or {})))
             kinds = {getattr(t, "device_mesh", None): t for t in given if isinstance(t, DTensor) or t.numel() > 1}

@@ -18,7 +18,7 @@ from weft import torch_internals
 from weft.engines.torch.hooks.backward_session import after_callbacks, when_entered
 from weft.engines.torch.hooks.every_optimizer import before_every_step, parameters_of
 from weft.engines.torch.parts.refuse_pickle import refuse_optimizer_file
-from weft.tensors.remote_parameter import RemoteTensor
+from weft.tensors.remote_parameter import gradient_elsewhere, is_elsewhere
 
 
 class PartGradients:
@@ -34,7 +34,7 @@ class PartGradients:
         self._cut = cut
         self._what = what
         self._module = weakref.ref(module)
-        self._there: list[RemoteTensor] = []
+        self._there: list[nn.Parameter] = []
         self._backward = -1  # the last one that was seen
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.release = before_every_step(self, PartGradients._hide).release
@@ -54,14 +54,11 @@ class PartGradients:
     @torch.no_grad()
     def _show(self, *unused: Any) -> None:
         module = self._module()
-        if module is not None and any(
-            p.grad is not None for p in module.parameters() if not isinstance(p, RemoteTensor)
-        ):
-            self._there = self._there or [p for p in module.parameters() if isinstance(p, RemoteTensor)]
-            p: torch.Tensor
+        if module is not None and any(p.grad is not None for p in module.parameters() if not is_elsewhere(p)):
+            self._there = self._there or [p for p in module.parameters() if is_elsewhere(p)]
             for p in self._there:
                 if p.requires_grad and p.grad is None:
-                    p.grad = p.detach()
+                    p.grad = gradient_elsewhere(p)
         if self._cut is not None and module is not None:
             for p in module.parameters():
                 if type(p.grad) is self._cut.__base__:
@@ -71,7 +68,7 @@ class PartGradients:
         module = self._module()
         ours = set() if module is None else set(map(id, module.parameters()))
         held: list[Any] = [p for p in parameters_of(optimizer) if id(p) in ours]
-        there = [p for p in held if isinstance(p, RemoteTensor)]
+        there = [p for p in held if is_elsewhere(p)]
         cut = [p.grad for p in held if self._cut is not None and isinstance(p.grad, self._cut)]
         for p in there:
             p.grad = None

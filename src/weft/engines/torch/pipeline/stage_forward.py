@@ -26,7 +26,7 @@ from torch import nn
 from weft.engines.torch.hooks.method_hooks import Removable, route_calls
 from weft.engines.torch.pipeline.remote_output import RemoteOutput, has_remote
 from weft.engines.torch.pipeline.stage_borders import Earlier
-from weft.engines.torch.probes.no_trace import random_kept
+from weft.engines.torch.probes.no_trace import is_measured, random_kept
 from weft.errors import ContractError
 from weft.private_names import replaced
 from weft.tensors.nested import map_tensors, tensors
@@ -51,6 +51,7 @@ class _StageCall:
         self.calls = 0
         self.output: Any = None
         self.is_done = False
+        self.is_measured = is_measured()
 
 
 @dataclass(eq=False, repr=False)
@@ -155,6 +156,8 @@ class StageForward:
         if call is None:
             if number not in self.here:
                 self._raise_not_here(number, name)
+            return run(*args, **kwargs)
+        if is_measured() != call.is_measured:  # a probe computes a part again, of which this layer is one of several
             return run(*args, **kwargs)
         if number > call.stage:
             if not call.is_done:

@@ -180,7 +180,16 @@ class Prober(Attached):
     def _before(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             self._called.add(name)
-            self._due[name] = self._is_due(name, args, kwargs)
+            number = self._is_due(name, args, kwargs)
+            elsewhere = set(map(is_elsewhere, unit.parameters())) if number and self._probe.spare is not None else ()
+            self._due[name] = 0 if elsewhere == {True} else number
+            if len(elsewhere) > 1:
+                raise self._error(
+                    name,
+                    found="layers that belong together, in no smaller module; a pipeline calls them in its stages",
+                    expected="a module around them, which is inside of one stage",
+                    fix="block = nn.Sequential(up, nn.ReLU(), down)  # one for each of them, before the transforms",
+                )
 
     def _is_due(self, name: str, args: Any, kwargs: Any) -> int:
         """Count a call, and compare what goes in with that of the others if it is measured; its number, or 0."""
