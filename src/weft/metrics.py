@@ -292,7 +292,7 @@ def denominator(count: Count, ctx: DistContext, *, mean_over: int | None = None)
             parts of them. 1 for a module that is not replicated.
 
     Returns:
-        The count over all ranks, divided by `mean_over`; 1 if it is zero.
+        The count over all ranks, or 1 if that is zero, divided by `mean_over`.
 
     Raises:
         ValueError: On all ranks, if a count is negative, not finite or no number.
@@ -352,8 +352,8 @@ def _as_tensor(count: Count) -> torch.Tensor:
 
 
 def per_rank(total: float, mean_over: int) -> float:
-    """A count over the number of ranks gradients are averaged over; 1 if it is zero, for gradients of zero."""
-    return total / mean_over if total > 0 else 1.0
+    """A count over the number of ranks gradients are averaged over. Of zero: what one process divides by is 1."""
+    return (total or 1.0) / mean_over
 
 
 def samples_of_all(counts: Sequence[int | None], ctx: DistContext) -> int:

@@ -170,6 +170,7 @@ def _means(ctx):
     numbers = {"loss": np.float32(value), "one": np.array(1.0), "two": 2}
     also = weft.metrics.weighted_mean(numbers, ctx, weight=np.int64(weight))
     assert (also["loss"].item(), also["one"].item(), also["two"].item()) == (mean, 1.0, 2.0)
+    assert weft.metrics.denominator(0, ctx) == 1 / 3  # one process divides by 1: parts of the loss may count then, too
     for bad in ("3", None, 1j):  # on one rank, and all learn of it
         with pytest.raises(ValueError, match="no number"):
             weft.metrics.denominator(1 if ctx.rank else bad, ctx)

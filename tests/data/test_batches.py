@@ -219,6 +219,18 @@ def test_a_rank_that_cannot_have_a_batch_without_rows_says_so():
         run_ranks(_unemptied, 2)
 
 
+def _item_of_each(ctx, item):
+    loader, ctx = weft.shard_data(DataLoader(range(5), batch_size=2), ctx, uneven="empty")
+    return [batch[item] * loader.share for batch in loader]
+
+
+@pytest.mark.parametrize("item", [0, 9])
+def test_an_error_over_a_batch_without_rows_says_so(item):
+    with pytest.raises(weft.testing.RanksFailed, match="IndexError") as caught:
+        run_ranks(_item_of_each, 2, item)  # item 9 is missing in the first batch already, which has rows
+    assert ('rank 1 was given a batch without rows, as of uneven="empty"' in str(caught.value)) == (item == 0)
+
+
 # -- moving and splitting ----------------------------------------------------------------------------
 
 

@@ -437,6 +437,12 @@ def test_losses_that_are_divided_by_the_number_of_batches():
             for x, y in window:
                 (cross_entropy(model(x), y) / len(window)).backward()
     train(it, model, loader)
+    model, loader = windows_of(pairs(2, 3))
+    over_tokens = it.fix.rpartition("; over tokens: ")[2]
+    for window in loader:
+        for x, y in window:
+            names = {"loss_sum": cross_entropy(model(x), y, reduction="sum"), "window": window, "count": 5}
+            eval(over_tokens, names).backward()
 
 
 def test_numbers_of_micro_batches():

@@ -406,18 +406,18 @@ time.sleep(100)
 """
 
 
-def _children_of(pid):
-    """All living descendants of a process."""
-    found, waiting = set(), [pid]
+def _children_of(pid, depth=99):
+    """All living descendants of a process, or those of so many generations."""
+    found, waiting = set(), [(pid, 0)]
     while waiting:
-        one = waiting.pop()
+        one, generation = waiting.pop()
         try:
             text = " ".join(path.read_text() for path in pathlib.Path(f"/proc/{one}/task").glob("*/children"))
         except FileNotFoundError:
             continue
         children = {int(child) for child in text.split()} - found
         found |= children
-        waiting += children
+        waiting += [(child, generation + 1) for child in children] if generation + 1 < depth else []
     return found
 
 
@@ -451,6 +451,36 @@ def test_a_signal_ends_all_processes(tmp_path, number, whole_group):
         assert until(lambda: not any(map(is_alive, family)), 60), [p for p in family if is_alive(p)]
     finally:
         for pid in {*_children_of(process.pid), process.pid}:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
+@pytest.mark.parametrize("kind", ["script", "program"])
+def test_a_signal_ends_a_job_that_is_being_started(tmp_path, kind):
+    _write(tmp_path, "sleeps.py", SLEEPS)
+    target = ["sleeps.py"] if kind == "script" else ["--no-python", "sleep", "100"]
+    process = subprocess.Popen(
+        [*PROGRAM, "launch", "-n", "4", *target], cwd=tmp_path, env=_environment(), stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    family = set()
+
+    def has_begun():
+        family.update(_children_of(process.pid))
+        servers = [] if kind == "program" else family - _children_of(process.pid, depth=1)
+        return servers or any(pathlib.Path(f"/proc/{pid}/comm").read_text() == "sleep\n" for pid in family)
+
+    try:
+        assert until(has_begun, 60)  # of four ranks one, or two
+        process.send_signal(signal.SIGTERM)
+        error = process.communicate(timeout=LIMIT_S)[1]
+        assert (process.returncode, error) == (128 + signal.SIGTERM, "weft launch: ended by SIGTERM\n")
+        assert until(lambda: not any(map(is_alive, family)), 60)
+    finally:
+        for pid in {*family, *_children_of(process.pid), process.pid}:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         process.communicate()

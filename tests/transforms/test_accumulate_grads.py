@@ -491,9 +491,9 @@ def _denominators(ctx):
 
 
 def test_denominators_of_all_kinds_of_counts():
-    # two equal micro-batches, mean over two ranks: the sum over the ranks
+    # two equal micro-batches, mean over two ranks: the sum over the ranks; of zero, 1 in one process
     for found in run_ranks(_denominators, 2):
-        assert found == [8, 5, 1, 0.75, 9, 4, 4001, 2**40 + 1, 3]
+        assert found == [8, 5, 0.5, 0.75, 9, 4, 4001, 2**40 + 1, 3]
 
 
 def test_denominator_of_a_number_on_one_rank():
@@ -501,6 +501,14 @@ def test_denominator_of_a_number_on_one_rank():
     assert window.denominator(6) == 6 and window.denominator(0) == 1
     assert window.denominator(2.0**25 + 1) == 2**25 + 1  # more digits than a float32 has
     assert next(iter(window)) == 1 and window.denominator(torch.tensor(2.5)) == 2.5
+
+
+def test_means_per_micro_batch_are_no_mistake():
+    batches, ctx = [torch.ones(2), torch.ones(1)], weft.local()
+    _, windows, ctx = weft.accumulate_grads(nn.Linear(1, 1), batches, ctx, steps=2)
+    for window in windows:
+        for batch in window:
+            assert weft.metrics.denominator(len(batch), ctx) * len(window) > 0  # and no warning
 
 
 def test_denominator_reads_ahead_but_not_behind():

@@ -194,6 +194,11 @@ def close_after(world: World, error: BaseException | None) -> None:
         return
     world.closed = True
     cause = _cause(world, error)
+    if cause is error and not isinstance(error, PeerError) and any(place.has_no_rows for place in world.loaders):
+        cause.add_note(
+            f'weft: rank {world.ranks[world.rank]} was given a batch without rows, as of uneven="empty"; for code '
+            'that needs some: uneven="pad", with_ids=True, and leave rows out of the loss that are not ids.valid'
+        )
     part(world, cause)
     # Once nothing here refers to the group, its connections close and the peers wake up at once.
     _release(world, failed=True)

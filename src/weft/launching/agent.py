@@ -17,7 +17,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic import multiprocessing
-from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, RunProcsResult, SignalException
+from torch.distributed.elastic.multiprocessing.api import (
+    MultiprocessContext,
+    PContext,
+    RunProcsResult,
+    SignalException,
+    SubprocessContext,
+)
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
@@ -93,27 +99,32 @@ def supervise(plan: LaunchPlan, target: Callable[..., None] | str, *arguments: A
     return ending._replace(text=(earlier_tracebacks(folder, ending.trace) + ending.text).rstrip())
 
 
-class _RankProcesses(MultiprocessContext):
-    """The ranks of this node. One that ended without a message, by `os._exit(0)` or so, has ended.
-
-    Attributes:
-        left: Process ids of these, by their number on this node.
-    """
+class _Started(PContext):
+    """The processes of this node. A signal to the launcher ends them, also one that comes while they are started."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        for method in (torch_internals.POLL, torch_internals.CLOSE):
+        for method in (torch_internals.START, torch_internals.CLOSE):
             method.check()
         super().__init__(*args, **kwargs)
-        self.left: dict[int, int] = {}
         self._signal_s: float | None = None
+        self._is_started = False
 
     @override
-    def start(self) -> None:
-        """Start them; from then on, a signal to this process ends them."""
-        super().start()
-        for each in signal.valid_signals():
-            if signal.getsignal(each) is torch_internals.end_ranks.found:
+    def _start(self) -> None:
+        # torch's handler raises, here out of the start of one process: the agent would know none of those before it,
+        # which would stay.
+        early: list[int] = []
+        numbers = [each for each in signal.valid_signals() if signal.getsignal(each) is torch_internals.end_ranks.found]
+        for each in numbers:
+            signal.signal(each, lambda number, _: early.append(number))
+        try:
+            torch_internals.START.of(super())()
+            self._is_started = True
+        finally:
+            for each in numbers:
                 signal.signal(each, self.on_signal)
+        for number in early[:1]:
+            self.on_signal(number, None)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """End the ranks, once; a signal that comes later is passed on."""
@@ -123,6 +134,37 @@ class _RankProcesses(MultiprocessContext):
             torch_internals.end_ranks(number, frame)
         elif time.monotonic() - self._signal_s > SAME_SIGNAL_S:
             self._send(number)
+
+    @override
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        self._wake()
+        torch_internals.CLOSE.of(super())(death_sig, timeout)
+
+    def _wake(self) -> None:
+        """All are about to be ended; one that is stopped would not see it, and be waited for."""
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: int) -> None:
+        for pid in self.pids().values() if self._is_started else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+class _Programs(_Started, SubprocessContext):
+    """Programs that are no Python."""
+
+
+class _RankProcesses(_Started, MultiprocessContext):
+    """The ranks of this node. One that ended without a message, by `os._exit(0)` or so, has ended.
+
+    Attributes:
+        left: Process ids of these, by their number on this node.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        torch_internals.POLL.check()
+        super().__init__(*args, **kwargs)
+        self.left: dict[int, int] = {}
 
     @override
     def _poll(self) -> RunProcsResult | None:
@@ -138,20 +180,6 @@ class _RankProcesses(MultiprocessContext):
             self._wake()
         return torch_internals.POLL.of(super())()  # type: ignore[no-any-return]
 
-    @override
-    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        self._wake()
-        torch_internals.CLOSE.of(super())(death_sig, timeout)
-
-    def _wake(self) -> None:
-        """All are about to be ended; one that is stopped would not see it, and be waited for."""
-        self._send(signal.SIGCONT)
-
-    def _send(self, number: int) -> None:
-        for pid in self.pids().values() if torch_internals.PROCESSES.of(self) is not None else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
 
 @contextlib.contextmanager
 def _own_ranks(started: list[_RankProcesses]) -> Iterator[None]:
@@ -162,13 +190,14 @@ def _own_ranks(started: list[_RankProcesses]) -> Iterator[None]:
         return started[-1]
 
     module: Any = multiprocessing
-    before, module.MultiprocessContext = module.MultiprocessContext, start
+    before = module.MultiprocessContext, module.SubprocessContext
+    module.MultiprocessContext, module.SubprocessContext = start, _Programs
     try:
         yield
     finally:
-        module.MultiprocessContext = before
+        module.MultiprocessContext, module.SubprocessContext = before
         for each in signal.valid_signals():
-            if getattr(signal.getsignal(each), "__func__", None) is _RankProcesses.on_signal:
+            if getattr(signal.getsignal(each), "__func__", None) is _Started.on_signal:
                 signal.signal(each, signal.SIG_IGN)  # nothing is left to end but this process, which has an exit code
 
 

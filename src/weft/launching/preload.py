@@ -23,9 +23,11 @@ for module in pkgutil.iter_modules(weft.transforms.__path__, "weft.transforms.")
 
 # Only there: multiprocessing starts that process as `python -c`. Who imports this elsewhere keeps what it has.
 if sys.argv[0] == "-c" and "multiprocessing.forkserver" in sys.modules:
-    for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    numbers = {getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2")}
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+    # A rank starts with them blocked, too: what ends the job while a rank is started waits until it can end it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
     gc.collect()
     gc.freeze()  # collections in a rank need not look at all this again

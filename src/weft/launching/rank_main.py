@@ -71,8 +71,11 @@ def as_rank(
     if threads.isdecimal() and int(threads) > 0:
         torch.set_num_threads(int(threads))  # `python -m weft` imports torch before it has read what is asked for
     _interrupt_once()
-    for number in signal.SIGTERM, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)):
+    numbers = {getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)}
+    for number in numbers:
         signal.signal(number, signal.SIG_DFL)  # the process that ranks are forked from ignores them
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # and blocks them
     place = topology(os.environ)  # noqa: TID251  (what the agent set for this rank)
     crash = crash_file(reports, place).open("w", encoding="utf-8")
     faulthandler.enable(crash, all_threads=False)  # in which line native code crashed; torch has it write to stderr

@@ -23,6 +23,7 @@ class LoaderPlace:
         epoch: The epoch that comes next.
         is_fresh: Its loader was not read yet.
         readers: How many iterations over it are running.
+        has_no_rows: The batch that was given last is this rank's for a step in which it has no sample.
     """
 
     number: int
@@ -33,6 +34,7 @@ class LoaderPlace:
     epoch: int = 0
     is_fresh: bool = True
     readers: int = 0
+    has_no_rows: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "dataset": None, "generator": None}  # which are of this process

@@ -146,7 +146,7 @@ class Cursor:
     def go_to(self, epoch: int, todo: tuple[Span, ...], whole: tuple[Span, ...] | None = None) -> None:
         """Let the next iteration read this."""
         self.now, self.fresh, self.before, self.last = LoaderPass(epoch, todo, whole or todo), True, None, None
-        self.place.epoch = epoch
+        self.place.epoch, self.place.has_no_rows = epoch, False
 
     def begin(self) -> None:
         """Begin the iteration that comes next."""
@@ -157,6 +157,7 @@ class Cursor:
         """An iteration has given a batch."""
         running.steps += 1
         self.now, self.fresh, self.last = running, False, given
+        self.place.has_no_rows = given.empty
         if self.given is not None:
             self.given.append(given)
         self.orders = (given.epoch, given.orders) if given.orders else None

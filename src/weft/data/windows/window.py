@@ -108,10 +108,11 @@ class Window(Generic[B]):
             self._batches.running = False
             reduced = any(not getattr(one, "owes", True) for one in sync.syncs)
             sync.end_window(number)
-            if not (self._counted or self.weighed or sync.warned) and reduced and batches.length > 1:
-                self._warn_sum()
-            if self._counted and not self.weighed and not sync.warned:
-                self._warn_unequal()
+            if not (self.weighed or sync.warned or sync.ctx.world.root.numbers["total"]):  # of `metrics.denominator`
+                if self._counted:
+                    self._warn_unequal()
+                elif reduced and batches.length > 1:
+                    self._warn_sum()
         finally:
             self._batches.running = False
             sync.end_window(number, left=True)  # does nothing after the one above
@@ -177,8 +178,7 @@ class Window(Generic[B]):
                 parts. Or a function of one micro-batch as the loader yields it, where sequences are still whole.
 
         Returns:
-            The count over all ranks, divided by the number of ranks gradients are averaged over;
-            1 if it is zero, so that a window without tokens gives zero gradients.
+            The count over all ranks, or 1 if that is zero, divided by the number of ranks gradients are averaged over.
 
         Raises:
             ValueError: A count that is negative or not finite.
@@ -232,6 +232,7 @@ class Window(Generic[B]):
             "accumulate_grads: mean losses divided by len(window) are not the mean over the samples of this window",
             found=f"samples per micro-batch: {listed(own)} on rank {self._sync.ctx.rank}"
             + (f"; {everyone} on all ranks" if everyone else ""),
-            expected="a factor that counts samples, where batches differ in size",
-            fix="loss = cross_entropy(model(x), y) * window.share",
+            expected="a factor that counts what the loss is a mean over, where batches differ in size",
+            fix="loss = cross_entropy(model(x), y) * window.share"
+            "  # of a mean over samples; over tokens: loss_sum / window.denominator(count)",
         )

@@ -154,6 +154,7 @@ class LocalNode:
         self.replicas: dict[str, Replica] = {}
         self._target, self._arguments, self._folder = target, arguments, folder
         self._job: dict[str, str] = {}
+        self._sent = 0
 
     def joins(self, job: str, host: str, port: int) -> None:
         """The name of the job, and where its store is."""
@@ -182,6 +183,8 @@ class LocalNode:
             process.start()
             replica.pids[rank], replica.exits[rank] = process.pid, None
         self.replicas[replica.name] = replica
+        if self._sent:  # meanwhile
+            _send(replica, self._sent)
         return replica
 
     def wait(self, limit_s: float) -> None:
@@ -200,7 +203,8 @@ class LocalNode:
             replica.trace = report_text(self._folder, failed, replica.attempt)
 
     def send(self, number: int) -> None:
-        """Send all processes a signal."""
+        """Send all processes a signal, also those that are about to start."""
+        self._sent = number
         for replica in list(self.replicas.values()):
             _send(replica, number)
 
