@@ -201,7 +201,6 @@ _ELASTIC = "torch.distributed.elastic."
 _MEETING = f"{_ELASTIC}rendezvous.dynamic_rendezvous:DynamicRendezvousHandler"
 _STARTED = f"{_ELASTIC}multiprocessing.api:PContext"
 _RANKS = f"{_ELASTIC}multiprocessing.api:MultiprocessContext"
-end_ranks = Private(f"{_ELASTIC}multiprocessing.api", "_terminate_process_handler", "launch: signals")
 START = Attribute(_STARTED, "_start", "launch: signals while ranks are started")
 CLOSE = Attribute(_STARTED, "_close", "launch: ranks that are stopped")
 POLL = Attribute(_RANKS, "_poll", "launch: ranks that end early")

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -48,6 +49,12 @@ from weft.peers.world import SAME_SIGNAL_S
 
 _BACKEND, _STATIC = "weft-c10d", "weft-static"
 _READ_S = 60  # as torch has it
+# Besides those that end a job: the ones by which schedulers say that the time is nearly over. Passed on to the ranks.
+_PASSED_ON = tuple(
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
 
 
 def supervise(plan: LaunchPlan, target: Callable[..., None] | str, *arguments: Any, folder: Path) -> Ending:
@@ -111,11 +118,10 @@ class _Started(PContext):
 
     @override
     def _start(self) -> None:
-        # torch's handler raises, here out of the start of one process: the agent would know none of those before it,
-        # which would stay.
+        # An error out of the start of one process would leave those before it, of which the agent would not know.
         early: list[int] = []
-        numbers = [each for each in signal.valid_signals() if signal.getsignal(each) is torch_internals.end_ranks.found]
-        for each in numbers:
+        numbers = _PASSED_ON if threading.current_thread() is threading.main_thread() else ()
+        for each in numbers:  # in place of torch's handlers
             signal.signal(each, lambda number, _: early.append(number))
         try:
             torch_internals.START.of(super())()
@@ -131,8 +137,8 @@ class _Started(PContext):
         # torch's handler raises each time, also out of what is done about the first signal.
         if self._signal_s is None or number == signal.SIGINT:  # who presses Ctrl-C again is in a hurry
             self._signal_s = time.monotonic()
-            torch_internals.end_ranks(number, frame)
-        elif time.monotonic() - self._signal_s > SAME_SIGNAL_S:
+            raise SignalException(f"signal {number}", sigval=signal.Signals(number))
+        if time.monotonic() - self._signal_s > SAME_SIGNAL_S:
             self._send(number)
 
     @override
@@ -196,7 +202,7 @@ def _own_ranks(started: list[_RankProcesses]) -> Iterator[None]:
         yield
     finally:
         module.MultiprocessContext, module.SubprocessContext = before
-        for each in signal.valid_signals():
+        for each in _PASSED_ON:
             if getattr(signal.getsignal(each), "__func__", None) is _Started.on_signal:
                 signal.signal(each, signal.SIG_IGN)  # nothing is left to end but this process, which has an exit code
 

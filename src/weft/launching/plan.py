@@ -23,8 +23,6 @@ FLAGS = MappingProxyType(
     {"script": "", "module": "-m", "program": "--no-python"}
 )  # of the command line, by kind of target
 MEETING_S = 900  # the nodes wait so long for each other
-# Besides those that end a job: the ones by which schedulers say that the time is nearly over. Passed on to the ranks.
-_PASSED_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 
 
 class LaunchPlan(NamedTuple):
@@ -63,8 +61,6 @@ class LaunchPlan(NamedTuple):
     def torch_config(self) -> LaunchConfig:
         """The same for torch's launcher; ranks are forked where the system can, else spawned."""
         static = self.most_nodes > 1 and self.node_rank is not None
-        is_new = "signals_to_handle" in LaunchConfig.__dataclass_fields__  # a newer torch
-        newer: dict[str, Any] = {"signals_to_handle": _PASSED_ON} if is_new else {}
         return LaunchConfig(
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else a folder per launch, which is never removed
             min_nodes=self.least_nodes,
@@ -77,7 +73,6 @@ class LaunchPlan(NamedTuple):
             max_restarts=self.max_restarts,
             monitor_interval=0.1,
             start_method="forkserver" if sys.platform.startswith("linux") else "spawn",
-            **newer,
         )
 
     def variables(self, local_rank: int, named: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
