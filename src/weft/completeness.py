@@ -15,10 +15,9 @@ from torch import nn
 from torch.utils import data
 
 from weft.context import DistContext
-from weft.contract import GradSync, KeepsParameters, applied_to, gradient_axes, offered, wrapper_of_torch
-from weft.contract.layout import axes_of_dims
+from weft.contract import GradSync, KeepsParameters, applied_to, gradient_axes, offered, trained_alone
 from weft.data.loader_copy import split_already
-from weft.engines.torch.reducing.trained import is_reduced
+from weft.engines.torch.hooks.bypassed_forward import line_for_container
 from weft.errors import ContractError, listed
 from weft.peers.agreement import exchange
 from weft.tensors.dtensor import is_sharded
@@ -40,6 +39,7 @@ def check(ctx: DistContext, *, model: object = None, optimizer: object = None, l
     model, or parameters of it, without a strategy; a strategy over some of the data axes only; an optimizer that
     holds none of the model's parameters, because they were exchanged for shards. On a context for one rank,
     `check(ctx.only(0), model=model)`, it finds parameters or a state_dict of which that rank holds a part only.
+    It does not know of gradients that the program averages by hand, with `weft.reduce`: leave their parameters out.
 
     Changes: nothing. Collectives: none; a meeting through the store. None at all on a context for one rank.
 
@@ -125,12 +125,8 @@ def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> Iterator[Mis
         if size == 1:
             continue
         kind = type(module).__name__
-        covered: set[int] = set()
         for part in module.modules():
-            syncs = offered(part, GradSync)
-            if syncs or wrapper_of_torch(part):
-                covered.update(map(id, part.parameters()))
-            over = math.prod(sync.mean_over for sync in syncs)
+            over = math.prod(sync.mean_over for sync in offered(part, GradSync))
             if 1 < over < size:
                 names = listed(dict.fromkeys(record.name for record in applied_to(part)))
                 yield MissingCall(
@@ -138,25 +134,18 @@ def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> Iterator[Mis
                     f"a strategy over all ranks whose batches differ: {', '.join(axes)}",
                     f"model, ctx = weft.fully_shard(model, ctx, axis={axes!r})",
                 )
-        alone = [
-            name
-            for name, p in module.named_parameters()
-            if p.requires_grad and id(p) not in covered and not (is_reduced(p) or _spans(p, axes, ctx))
-        ]
-        if alone:
+        alone: dict[str, list[str]] = {}
+        for name in trained_alone(module, ctx):
+            alone.setdefault(line_for_container(module, name), []).append(name)
+        for line, own in alone.items():
+            by_hand = line.startswith("p.grad")
             yield MissingCall(
-                f"no strategy for {kind}: each of {size} ranks trains {listed(alone)} for itself",
-                "a strategy that averages gradients over the ranks",
-                "model, ctx = weft.replicate(model, ctx)  # or weft.fully_shard, weft.zero_partition",
+                f"no strategy for {kind}: each of {size} ranks trains {listed(own)} for itself",
+                "gradients averaged over the ranks: by hand, which check cannot know, or by a strategy for a forward"
+                if by_hand
+                else "a strategy that averages gradients over the ranks",
+                line if by_hand else f"{line}  # or weft.fully_shard, weft.zero_partition",
             )
-
-
-def _spans(parameter: nn.Parameter, axes: Sequence[str], ctx: DistContext) -> bool:
-    """Whether it is a DTensor over one of some axes, whose gradients are its own affair."""
-    placed: Any = parameter
-    return is_sharded(parameter) and any(
-        axis in axes for together in axes_of_dims(placed.device_mesh, ctx) for axis in together
-    )
 
 
 def _dead_optimizers(

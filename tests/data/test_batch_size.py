@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -166,3 +167,23 @@ def test_plain_inputs_are_split():
         weft.data.split_between({"a": [1], "b": [1, 2]}, weft.local())
     with pytest.raises(TypeError, match="(?s)found:    generator.*fix:"):
         weft.data.split_between((i for i in range(2)), weft.local())
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_tuple_of_tensors_is_split_tensor_by_tensor(world):
+    def split(value, **options):
+        return [weft.data.split_between(value, fake(rank, world), **options) for rank in range(world)]
+
+    x, y = torch.arange(10.0).view(5, 2), np.arange(5)
+    parts = split((x, y))
+    assert all(type(part) is tuple for part in parts)
+    assert torch.equal(torch.cat([part[0] for part in parts]), x)
+    assert np.array_equal(np.concatenate([part[1] for part in parts]), y)
+    padded = split((x, torch.tensor(7)), pad=True)
+    assert {len(part[0]) for part in padded} == {-(-5 // world)} and all(part[1] == 7 for part in padded)
+    assert torch.equal(torch.cat([part["pair"][0] for part in split({"pair": (x, x), "n": [*range(5)]})]), x)
+    with pytest.raises(ValueError, match="(?s)of the tuple differ in length.*found:    0: 5, 1: 4.*fix:"):
+        split((x, y[1:]))
+    # These are sequences: lists, and tuples of anything else.
+    for value in ([x, y], (torch.tensor(1), torch.tensor(2)), (x, "name"), ("a", "b", "c"), ()):
+        assert [id(item) for part in split(value) for item in part] == [id(item) for item in value]

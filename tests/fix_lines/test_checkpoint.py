@@ -514,18 +514,17 @@ def _differs(ctx, folder):
     fix = weft.broadcast(it.fix, ctx)
     weft.save(_state(ctx, box=Gathered(ctx.rank, fix, ctx))[0], folder, 1, ctx)
 
-    model = nn.Linear(2, 2)
+    model, own = weft.replicate(nn.Linear(2, 2), ctx)
     with torch.no_grad():
         model.weight.fill_(ctx.rank)
-        model.bias.zero_()
-    state, _ = _state(ctx, model=model)
+    state, _ = _state(own, model=model)
     with told("checkpoint/compare_replicas.py", "replicas of a tensor have different values") as it:
         weft.save(state, folder, 2, ctx)
     it.fix = weft.broadcast(it.fix, ctx)
-    it.run(tensor=model.weight, ctx=ctx, model=model)
+    assert it.fix.startswith("tensor.data.copy_")
+    it.run(tensor=model.weight, ctx=own, model=model)
     weft.save(state, folder, 2, ctx)
-    with pytest.raises(weft.errors.ContractError, match="weft.replicate"):  # as it says
-        weft.check(ctx, model=model)
+    weft.check(own, model=model)  # as it says
 
     def cut(size):
         return Box(distribute_tensor(torch.arange(float(size)), ctx.mesh, [Shard(0)], src_data_rank=None))
@@ -543,6 +542,46 @@ def _differs(ctx, folder):
 @pytest.mark.slow
 def test_ranks_that_differ(tmp_path):
     run_ranks(_differs, 2, tmp_path)
+
+
+def _temperature(ctx, folder, fix=None):
+    """Some steps of a number that no strategy trains, then a save."""
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([p], 0.1)
+    entropy = torch.linspace(-1, 2, 8, dtype=torch.float64).chunk(ctx.world_size)[ctx.rank]
+    for _ in range(3):
+        (p.exp() * entropy).mean().backward()
+        if fix is not None:
+            names = {"weft": weft, "p": p, "ctx": ctx}
+            exec(fix, names)
+        optimizer.step()
+        optimizer.zero_grad()
+    state, ctx = _state(ctx, alpha=nn.ParameterList([p]), alpha_optimizer=optimizer)
+    weft.save(state, folder, 1, ctx)
+    return p.item()
+
+
+def _trained_by_nobody(ctx, folder):
+    if ctx.world_size > 1:
+        with told("checkpoint/compare_replicas.py", "replicas of a tensor have different values") as it:
+            _temperature(ctx, folder / "apart")
+        assert not ctx.is_main or "no strategy averages the gradients of alpha/0" in str(it.error)
+        fix = weft.broadcast(it.fix, ctx)
+        assert fix.startswith('p.grad = weft.reduce(p.grad, ctx, "mean")')
+        start = fix.partition("before the first step ")[2].partition(";")[0]
+        once = nn.Parameter(torch.full((2,), float(ctx.rank)))
+        exec(start, {"weft": weft, "p": once, "ctx": ctx})
+        assert once.tolist() == [0, 0]
+    else:
+        fix = None
+    return _temperature(ctx, folder / f"{ctx.world_size} ranks", fix)
+
+
+@pytest.mark.slow
+def test_a_parameter_that_no_strategy_trains(tmp_path):
+    expected = run_ranks(_trained_by_nobody, 1, tmp_path)
+    for ranks in (2, 4):
+        assert run_ranks(_trained_by_nobody, ranks, tmp_path / str(ranks)) == pytest.approx(expected * ranks, abs=1e-12)
 
 
 def _own_mesh(ctx, folder):

@@ -239,6 +239,72 @@ def test_incomplete_programs(tmp_path):
     run_ranks(_incomplete, 4, str(tmp_path), mesh={"replica": 2, "shard": 2})
 
 
+class Number(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self):
+        return self.value
+
+
+def _trained(ctx, *, call=None, fix=""):
+    """What three steps make of a number that is trained on the samples of all ranks."""
+    p = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    number = (lambda: p) if call is None else call(p)
+    optimizer = torch.optim.AdamW([p], 0.1)
+    entropy = torch.linspace(-1, 2, 8, dtype=torch.float64).chunk(ctx.world_size)[ctx.rank]
+    for _ in range(3):
+        (number().exp() * entropy).mean().backward()
+        exec(fix, {"weft": weft, "p": p, "ctx": ctx})
+        optimizer.step()
+        optimizer.zero_grad()
+    return p.item()
+
+
+def _container(ctx):
+    results = [_trained(ctx)] if ctx.world_size == 1 else []
+    if ctx.world_size > 1:
+        for numbers in (nn.ParameterList([torch.zeros(1)]), nn.ParameterDict({"alpha": torch.zeros(1)})):
+            with told("completeness.py", "the program is not complete") as it:
+                weft.check(ctx, model=numbers, optimizer=torch.optim.SGD(numbers.parameters()))
+            assert "by hand, which check cannot know" in str(it.error) and "left out of weft.check" in it.fix
+            results.append(_trained(ctx, fix=it.fix))
+            whole, _ = weft.replicate(numbers, ctx)
+            with told("engines/torch/hooks/bypassed_forward.py", "past forward") as it:
+                next(whole.parameters()).sum().backward()
+            assert "has no forward" in str(it.error)
+            results.append(_trained(ctx, fix=it.fix))
+    results.append(_trained(ctx, call=lambda p: weft.replicate(Number(p), ctx)[0]))  # as both say
+
+    model = nn.ModuleDict({"actor": nn.Sequential(_net()), "critics": nn.ModuleList([_net()])})
+    if ctx.world_size > 1:
+        with told("completeness.py", "the program is not complete") as it:
+            weft.check(ctx, model=model)
+        assert it.fix.splitlines()[0].startswith("model.actor, ctx = weft.replicate(model.actor, ctx)")
+        it.fix = it.fix.replace("\n            ", "\n")
+        found = it.run(model=model, ctx=ctx)
+        weft.check(found["ctx"], model=model)
+        model = nn.ModuleDict({"actor": nn.Sequential(_net()), "critics": nn.ModuleList([_net()])})
+        whole, _ = weft.replicate(model, ctx)
+        with told("engines/torch/hooks/bypassed_forward.py", "past forward") as it:
+            whole["critics"][0](torch.ones(1, 4)).sum().backward()
+        assert it.fix == "model.critics[0], ctx = weft.replicate(model.critics[0], ctx)"
+        it.run(model=(model := nn.ModuleDict({"critics": nn.ModuleList([_net()])})), ctx=ctx)
+        model["critics"][0](torch.ones(1, 4) * ctx.rank).sum().backward()
+        gradient = model["critics"][0].weight.grad
+        assert torch.equal(gradient, torch.full_like(gradient, (ctx.world_size - 1) / 2))
+    return results
+
+
+@pytest.mark.slow
+def test_containers_that_are_never_called():
+    ((expected, *_),) = run_ranks(_container, 1)
+    for ranks in (2, 4):
+        for found in run_ranks(_container, ranks):
+            assert len(found) == 5 and found == pytest.approx([expected] * 5, abs=1e-12)
+
+
 def test_assemble():
     with weft.start(device="cpu") as ctx:
         names = {"ctx": ctx, "partial": partial, "torch": torch}

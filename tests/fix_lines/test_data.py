@@ -79,6 +79,10 @@ def test_what_split_between_cannot_cut():
     with told("data/batch_size.py", "differ in length") as it:
         weft.data.split_between({"text": ["a", "b"], "id": [0]}, ctx)
     it.run(texts=["a", "b"], ids=[0, 1], ctx=ctx)
+    value = (torch.ones(2), torch.ones(3))  # two samples, not columns
+    with told("data/batch_size.py", "differ in length") as it:
+        weft.data.split_between(value, ctx)
+    it.run(value=value, ctx=ctx)
     for value in ((text for text in "ab"), {"a", "b"}):
         with told("data/batch_size.py", "cannot be cut") as it:
             weft.data.split_between(value, ctx)

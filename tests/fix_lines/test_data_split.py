@@ -211,13 +211,19 @@ def test_samples_that_cannot_be_split_evenly():
     for make, options in mistakes:
         with told("data/split/split_plan.py", "cannot be split evenly over") as it:
             read(weft.shard_data(make(), fake(0, 2), **options)[0])
-        whole = read(make())
+        whole, line = read(make()), it.fix
+        assert of_ranks(it, make) == sorted(whole)
+        padded, valid = [], []
+        it.fix = line.replace('"empty"', '"pad", with_ids=True', 1)
+        for rank in range(2):
+            for batch, ids in it.run(loader=make(rank), ctx=fake(rank, 2))["loader"]:
+                padded += batch.tolist()
+                valid += batch[ids.valid].tolist()
+        assert len(padded) > len(whole) and sorted(valid) == sorted(whole)
+        it.fix = line.replace("empty", "drop", 1)
         assert set(of_ranks(it, make)) < set(whole)
-        line = it.fix
-        for other in ("pad", "empty"):
-            it.fix = line.replace("drop", other, 1)
-            found = of_ranks(it, make)
-            assert set(found) == set(whole) and (len(found) > len(whole)) == (other == "pad")
+        places = [line.index(f'"{choice}"') for choice in ("empty", "pad", "drop")]
+        assert places == sorted(places)
 
 
 def test_an_epoch_without_a_step():

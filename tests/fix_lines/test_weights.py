@@ -233,6 +233,25 @@ def test_one_option_too_many(tmp_path):
     with told("weights/sources.py", "has no effect here") as it:
         weft.weights.read(path, object="policy")
     assert it.run(path=path)
+    with told("weights/sources.py", "has no effect here") as it:
+        weft.load_weights(model := Net(), path, ctx, averages=True)
+    it.run(model=model, path=path, ctx=ctx)
+    assert _same(model, net)
+
+
+def test_averages_that_are_not_there(tmp_path):
+    path, out, ctx = _saved(tmp_path / "run"), tmp_path / "out", weft.local()
+    with told("weights/sources.py", "has no averages of") as it:
+        weft.export(path, out, averages=True)
+    it.run(path=path, out=out)
+    with told("weights/sources.py", "has no averages of") as it:
+        weft.load_weights(Net(), path, ctx, averages=True)
+    it.run(model=Net(), path=path, ctx=ctx)
+    policy, ctx = weft.average_weights(Net(), ctx)
+    path = _saved(tmp_path / "two", model=Net(), policy=policy)
+    with told("weights/sources.py", "has no averages of") as it:
+        weft.weights.read(path, averages=True)
+    assert "averages=True" in it.fix and it.run(path=path)
 
 
 def test_a_path_without_weights(tmp_path):

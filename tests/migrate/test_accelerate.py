@@ -536,6 +536,12 @@ def test_no_sync_of_a_model_that_is_chosen_at_run_time():
     assert "hold = functools.partial(weft.contract.no_sync, model, ctx) if last else" in text and found.left == 0
 
 
+def test_tuples_that_are_split_otherwise_are_named():
+    text, found = _body("with accelerator.split_between_processes((x, y)) as mine:\n    pass\n")
+    assert "weft.data.split_between((x, y), ctx, pad=False)" in text and found.left == 0
+    assert any("list(inputs) is cut entry by entry" in each.hint for each in found.findings)
+
+
 def test_hints_name_what_is_there():
     for library in LIBRARIES:
         rows = (*library.methods.values(), *library.functions.values())

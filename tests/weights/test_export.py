@@ -215,6 +215,108 @@ def test_what_transforms_keep_is_no_weight(tmp_path):
     assert set(_all(weft.export(tmp_path / "run", tmp_path / "out"))) == {"weight", "bias"}
 
 
+class Averaged(nn.Module):
+    """Tied weights, a frozen one, 16 bits, running statistics; no two ranks compute alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.mid = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x):
+        return self.head(self.mid(self.embed(x)) * self.frozen)
+
+
+def _averaged(ctx, folder, kind, dtype=torch.float32, buffers="live"):
+    """A checkpoint after some steps, and what `state_dict()` holds with the averages in place."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        model = Averaged().to(dtype)
+    if kind == "fully_shard":
+        model, ctx = weft.fully_shard(model, ctx, units=["mid"])
+    else:
+        model, ctx = weft.replicate(model, ctx)
+    model, ctx = weft.average_weights(model, ctx, decay=0.75, buffers=buffers)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for step in range(3):
+        model(torch.arange(6) % (2 + ctx.rank + step)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weft.averages(model).update()
+    state, ctx = weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)
+    with weft.averages(model).swapped(), weft.full_params(model, ctx):
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return weft.save(state, folder / f"{kind}-{dtype}", 1, ctx), expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_averages_are_what_the_module_computes_with_when_they_are_swapped_in(tmp_path, ranks):
+    def saves(ctx, folder):
+        return [
+            _averaged(ctx, folder, kind, dtype, buffers)
+            for kind in ("fully_shard", "replicate")
+            for dtype, buffers in ((torch.float32, "live"), (torch.bfloat16, "average"))
+        ]
+
+    for path, expected in run_ranks(saves, ranks, tmp_path)[0]:
+        model = Averaged().to(expected["frozen"].dtype)
+        files = weft.export(path, tmp_path / "out", averages=True, max_shard_size=64)
+        found = _all(files)
+        model.load_state_dict(expected)
+        assert len(files) > 3 and _same(found, model)
+        weights = _all(weft.export(path, tmp_path / "out", averages=False))
+        assert not torch.equal(weights["mid.0.weight"], found["mid.0.weight"])
+        read = weft.weights.read(path, averages=True)
+        assert _same(read, model)
+        other = Averaged().to(expected["frozen"].dtype)
+        weft.load_weights(other, path, weft.local(), averages=True)
+        assert _same(other.state_dict(), model, without=())
+        exported = _all(weft.export(path, tmp_path / "out", averages=True, filter="head.*", dtype="float64"))
+        assert list(exported) == ["head.weight"] and exported["head.weight"].dtype == torch.float64
+
+
+def test_averages_of_a_part_and_of_the_whole(tmp_path):
+    model, ctx = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager")), weft.local()
+    model[0], ctx = weft.average_weights(model[0], ctx, decay=0.5)
+    weft.averages(model[0]).update()
+    before = model[0].weight.detach().clone()
+    nn.init.zeros_(model[0].weight)
+    weft.averages(model[0]).update()
+    path = _saved(tmp_path / "run", model, ctx=ctx)
+    found = _all(weft.export(path, tmp_path / "out", averages=True))
+    assert torch.equal(found["0.weight"], before / 2) and torch.equal(found["1.weight"], model[1].weight)
+    model, ctx = weft.average_weights(model, ctx, decay=0.5)
+    for value in (3.0, 1.0):
+        nn.init.constant_(model[1].weight, value)
+        weft.averages(model).update()
+    path = _saved(tmp_path / "both", model, ctx=ctx)
+    found = _all(weft.export(path, tmp_path / "out", averages=True))
+    assert set(found) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert found["0.weight"].eq(0).all() and found["1.weight"].eq(2).all()
+
+
+def test_weights_with_averages_beside_them_are_exported_with_a_word(tmp_path, caplog, capsys):
+    model, ctx = weft.average_weights(nn.Linear(2, 2), weft.local())
+    path, plain = _saved(tmp_path / "run", model, ctx=ctx), _saved(tmp_path / "plain", nn.Linear(2, 2))
+    weft.export(path, tmp_path / "out")
+    assert [record.name for record in caplog.records] == ["weft"] and "averages=True" in caplog.text
+    caplog.clear()
+    weft.export(path, tmp_path / "out", averages=False)
+    weft.export(path, tmp_path / "out", averages=True)
+    weft.export(plain, tmp_path / "out")
+    assert not caplog.records
+    for options, lines in (([], 1), (["--averages"], 0), (["--no-averages"], 0)):
+        assert weft.cli.main(["export", str(path), str(tmp_path / "out"), *options]) == 0
+        assert len(caplog.records) == lines
+        caplog.clear()
+    capsys.readouterr()
+    assert weft.cli.main(["export", str(plain), str(tmp_path / "out"), "--averages"]) == 1
+    assert "has no averages of 'model'" in capsys.readouterr().err
+
+
 # -- what is refused ---------------------------------------------------------------------------------
 
 

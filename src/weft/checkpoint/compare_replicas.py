@@ -45,11 +45,12 @@ def differing_groups(told: Sequence[Mapping[str, str]]) -> list[str]:
     return [group for group, count in Counter(group for group, _ in different).items() if count > 1]
 
 
-def raise_different(told: Sequence[Replicas]) -> None:
+def raise_different(told: Sequence[Replicas], alone: Collection[str]) -> None:
     """Raise, naming tensors and ranks.
 
     Args:
         told: By each rank: the numbers of the groups that differ.
+        alone: Names of parameters whose gradients no strategy averages.
 
     Raises:
         CheckpointError: Always.
@@ -64,10 +65,17 @@ def raise_different(told: Sequence[Replicas]) -> None:
         for (_, name), found in by_name.items()
         if len(found) > 1
     ]
+    names = [name for _, name in by_name]
+    apart = [one for one in alone if any(name == one or f"/state/{one}/" in name for name in names)]
     raise CheckpointError(
         "save: replicas of a tensor have different values",
-        found="; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more tensors" if len(wrong) > 3 else ""),
+        found="; ".join(wrong[:3])
+        + (f"; and {len(wrong) - 3} more tensors" if len(wrong) > 3 else "")
+        + (f"; no strategy averages the gradients of {listed(apart)}" if apart else ""),
         expected="replicas that are equal, bit for bit, and that nothing changes during a save; and what is of each "
         "rank alone, gathered",
-        fix="tensor.data.copy_(weft.broadcast(tensor.data, ctx))  # and weft.check(ctx, model=model) to find why",
+        fix='p.grad = weft.reduce(p.grad, ctx, "mean")  # before its optimizer steps, and before the first step '
+        "p.data.copy_(weft.broadcast(p.data, ctx)); or a strategy, which does both"
+        if apart
+        else "tensor.data.copy_(weft.broadcast(tensor.data, ctx))  # and weft.check(ctx, model=model) to find why",
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 
 from weft.checkpoint.compare_replicas import Replicas, differing_groups, digests, fingerprints, raise_different
 from weft.checkpoint.format.manifest import (
@@ -31,7 +32,7 @@ from weft.checkpoint.format.manifest import (
 )
 from weft.checkpoint.format.tensor_blocks import ranks_with_same_blocks, share_out_writes
 from weft.checkpoint.history import History, history_of
-from weft.checkpoint.state.collect import Checkpoint, Content, collect
+from weft.checkpoint.state.collect import Checkpoint, Content, collect, plain_name
 from weft.checkpoint.state.other_ranks import add_other_ranks
 from weft.checkpoint.state.random_states import random_state
 from weft.checkpoint.storage.find import checked_manifest, step_folder, storage_of
@@ -39,6 +40,7 @@ from weft.checkpoint.storage.protocol import Draft, Storage, changed_bytes
 from weft.collectives.on_all_ranks import from_main, gathered, gathered_on_main
 from weft.context import DistContext
 from weft.context.placement import readable
+from weft.contract import trained_alone
 from weft.errors import CheckpointError, listed
 from weft.tensors.blocks import Block, Held
 
@@ -60,6 +62,7 @@ class Outline:
         blocks: Which block of which tensor this rank writes.
         of_rank: Plain values of this rank alone.
         replicas: Numbers that tell whether ranks that hold the same tensors hold the same values.
+        alone: Parameters whose gradients no strategy averages, by name.
         others: Plain values of ranks that take no part, as their checkpoint is imported.
     """
 
@@ -70,6 +73,7 @@ class Outline:
     blocks: Mapping[str, Block]
     of_rank: Mapping[str, Any]
     replicas: Replicas
+    alone: Sequence[str] = ()
     others: Sequence[Mapping[str, Any]] = ()
 
 
@@ -99,7 +103,14 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
     if not ctx.world.pretended:  # else there are no bytes to read
         values = readable({name: value.resolve_conj().resolve_neg() for name, value in values.items()}, ctx)
         replicas = fingerprints({name: values[name] for name in several}, several)
-    return outline_of(content, written, of_rank, replicas), {held.name: values[held.name] for held in written}
+    alone = [
+        f"{key}/{plain_name(name)}"
+        for key, obj in state.objects.items()
+        if replicas and isinstance(obj, nn.Module)
+        for name in trained_alone(obj, ctx)
+    ]
+    brought = replace(outline_of(content, written, of_rank, replicas), alone=alone)
+    return brought, {held.name: values[held.name] for held in written}
 
 
 def outline_of(
@@ -321,7 +332,7 @@ def complete(
         saving.history.note_saved(saving.name)
     else:
         told = gathered_on_main(what, ctx, lambda: {group: brought.replicas.get(group, {}) for group in doubtful})
-        from_main(what, ctx, lambda: raise_different(told))
+        from_main(what, ctx, lambda: raise_different(told, brought.alone))
 
 
 def _holds(storage: Storage, draft: Draft, name: str, entry: FileEntry) -> bool:

@@ -31,6 +31,12 @@ def add_parser(commands: Any) -> None:
     sub.add_argument(
         "--peft", nargs="?", const=True, default=False, metavar="ADAPTER", help="an adapter alone, as PEFT reads it"
     )
+    sub.add_argument(
+        "--averages",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="the averages that weft.average_weights keeps, instead of the weights",
+    )
     sub.set_defaults(run=run)
 
 
@@ -48,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
             filter=options.filter,
             name=options.name,
             peft=options.peft,
+            averages=options.averages,
         )
     except (CheckpointError, OSError, ValueError) as error:
         print(f"weft {error}" if isinstance(error, CheckpointError) else f"weft export: {error}", file=sys.stderr)  # noqa: T201

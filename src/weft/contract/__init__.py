@@ -40,6 +40,7 @@ from weft.contract.module_checks import (
     check_quantized_weights,
     check_strategy_module,
     reduce_dtype,
+    trained_alone,
     wrapper_of_torch,
 )
 from weft.contract.no_sync import no_sync
@@ -107,6 +108,7 @@ __all__ = [
     "part_axes",
     "reduce_dtype",
     "slice_axes",
+    "trained_alone",
     "transform",
     "wrapper_of_torch",
 ]

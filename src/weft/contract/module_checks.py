@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from weft.checks import check_module, check_not_lazy
 from weft.context import DistContext
-from weft.contract.layout import apart_axes, gradient_axes
+from weft.contract.layout import apart_axes, axes_of_dims, gradient_axes
 from weft.contract.marks import marks_of, offered
 from weft.contract.protocols import KeepsParameters, Layout, ReducesIn, StreamsParts
+from weft.engines.results import GradSync
 from weft.engines.torch.reducing.trained import is_reduced
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.agreement import compare, differing_facts, exchange
@@ -89,6 +92,28 @@ def wrapper_of_torch(module: nn.Module) -> str | None:
     names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")}
     found = names & {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
     return next(iter(found), None)
+
+
+def trained_alone(module: nn.Module, ctx: DistContext) -> list[str]:
+    """Names of trained parameters whose gradients no strategy averages, though ranks have different ones."""
+    axes = gradient_axes(module, ctx)
+    if math.prod(map(ctx.axis_size, axes)) == 1:
+        return []
+    strategies = [part for part in module.modules() if offered(part, GradSync) or wrapper_of_torch(part)]
+    covered = {id(p) for part in strategies for p in part.parameters()}
+    return [
+        name
+        for name, p in module.named_parameters()
+        if p.requires_grad and id(p) not in covered and not (is_reduced(p) or _spans(p, axes, ctx))
+    ]
+
+
+def _spans(parameter: nn.Parameter, axes: Sequence[str], ctx: DistContext) -> bool:
+    """Whether it is a DTensor over one of some axes, whose gradients are its own affair."""
+    placed: Any = parameter
+    return is_sharded(parameter) and any(
+        axis in axes for together in axes_of_dims(placed.device_mesh, ctx) for axis in together
+    )
 
 
 def _check_not_wrapped(what: str, module: nn.Module) -> None:

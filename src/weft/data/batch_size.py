@@ -269,8 +269,9 @@ def split_between(value: T, ctx: DistContext, *, pad: bool = False) -> T:
 
     Args:
         value: The same on all ranks: a list, tuple, string, tensor, array, TensorDict or `Dataset` of the
-            `datasets` library. Mappings, named tuples and dataclasses are cut value by value; these have one
-            length. Anything else with `__len__` and `__getitem__` comes back as a list.
+            `datasets` library. Mappings, named tuples, dataclasses and tuples of tensors or arrays, such as
+            `(x, y)`, are cut value by value; these have one length. Anything else with `__len__` and
+            `__getitem__` comes back as a list.
         ctx: The current context; ranks that see the same batches get the same part.
         pad: Repeat the last entry, so that all parts are as long as the first.
 
@@ -279,7 +280,7 @@ def split_between(value: T, ctx: DistContext, *, pad: bool = False) -> T:
 
     Raises:
         TypeError: It has no length.
-        ValueError: The values of a mapping differ in length.
+        ValueError: The values of a mapping, or the tensors of a tuple, differ in length.
 
     Example:
         >>> import weft
@@ -310,9 +311,14 @@ def split_between(value: T, ctx: DistContext, *, pad: bool = False) -> T:
 
 def _has_columns(value: object) -> bool:
     """Whether a value is cut item by item."""
-    named = isinstance(value, tuple) and hasattr(value, "_fields")
+    named = isinstance(value, tuple) and (hasattr(value, "_fields") or _is_tensors(value))
     fields = dataclasses.is_dataclass(value) and not isinstance(value, type)
     return (isinstance(value, Mapping) or named or fields) and not cuts_itself(value)
+
+
+def _is_tensors(value: tuple[Any, ...]) -> bool:
+    """Whether a tuple is of columns, such as (x, y); one of numbers is a sequence of them."""
+    return all(isinstance(item, (torch.Tensor, np.ndarray)) for item in value) and any(item.ndim for item in value)
 
 
 def _has_entries(value: object) -> bool:
@@ -331,7 +337,9 @@ def _length(value: Any) -> int:
                 f"split_between: the values of the {type(value).__name__} differ in length",
                 found=listed(f"{key}: {length}" for key, length in lengths.items()),
                 expected="values of one length",
-                fix="weft.data.split_between({'text': texts, 'id': ids}, ctx)",
+                fix="weft.data.split_between(list(value), ctx)  # a list is cut entry by entry"
+                if type(value) is tuple
+                else "weft.data.split_between({'text': texts, 'id': ids}, ctx)",
             )
         return next(iter(lengths.values()), 0)
     if not _has_entries(value):

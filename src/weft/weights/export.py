@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import sys
@@ -26,7 +27,7 @@ from weft.tensors.messages import in_buckets
 from weft.weights.adapter_files import check_adapter_options, stored_adapter
 from weft.weights.places.module_sizes import UNITS, parse_size
 from weft.weights.publish import published
-from weft.weights.sources import MAX_INDEX_BYTES, chosen_tensors, floating_dtype, from_checkpoint
+from weft.weights.sources import MAX_INDEX_BYTES, averages_in, chosen_tensors, floating_dtype, from_checkpoint
 
 
 def export(
@@ -40,6 +41,7 @@ def export(
     rename: Callable[[str], str] | None = None,
     name: str | None = None,
     peft: bool | str = False,
+    averages: bool | None = None,
 ) -> tuple[Path, ...]:
     """Write the weights of a checkpoint as safetensors that others read: one file, or several and an index.
 
@@ -66,13 +68,16 @@ def export(
         peft: Write an adapter alone, under PEFT's names and with its configuration, as
             `PeftModel.from_pretrained(base, out)` reads it: its name, or True if the module has one. In
             one file, without `filter` and `rename`.
+        averages: Write the averages that `average_weights` keeps instead of the weights they are of, in the
+            dtype of these: what the module computes with inside `averages.swapped()`. False: the weights, as
+            by default, when a line in the log of "weft" says that there are averages too.
 
     Returns:
         The files: tensors first, then the index, if there is one.
 
     Raises:
         CheckpointError: There is no complete checkpoint, `out` holds something else, there is no such adapter,
-            or nothing is left to export.
+            there are no averages, or nothing is left to export.
         ValueError: An option cannot be used, or numbers do not fit into `dtype`.
         OSError: Reading or writing failed; `out` is as it was.
 
@@ -92,14 +97,20 @@ def export(
     check_adapter_options("export", peft, fix="weft.export(path, out, peft=True)", filter=filter, rename=rename)
 
     def write(found: Path) -> list[str]:
-        most, source = limit, from_checkpoint("export", found, object)
+        most, source = limit, from_checkpoint("export", found, object, averages=averages is True)
+        if averages is None and source.manifest is not None and averages_in(source.manifest, object):
+            logging.getLogger("weft").warning(
+                "export: %s has averages of %r too, and the weights are written, not these; averages=True "
+                "(--averages) writes the averages, averages=False (--no-averages) leaves this line out",
+                source.path, object,
+            )  # fmt: skip
         adapter = stored_adapter(source, object, peft) if peft else None
         if adapter is not None:
             # PEFT reads one file, in which a tensor that is two adapters' is there twice.
             chosen, most = {file: source.tensors[own] for file, own in adapter.names.items()}, sys.maxsize
         else:
             chosen = chosen_tensors("export", source.tensors, filter, option="filter")
-        tensors = renamed_tensors(chosen, wanted, rename)
+        tensors = renamed_tensors(chosen, wanted, rename, source.dtype_of)
         shards = _shards(tensors, name, limit=most)
         texts = {f"{name}.safetensors.index.json": _index(tensors, shards)} if len(shards) > 1 else {}
         if adapter is not None:
@@ -185,7 +196,10 @@ def check_rename(what: str, rename: object) -> None:
 
 
 def renamed_tensors(
-    tensors: Mapping[str, Stored], dtype: torch.dtype | None, rename: Callable[[str], str] | None
+    tensors: Mapping[str, Stored],
+    dtype: torch.dtype | None,
+    rename: Callable[[str], str] | None,
+    dtype_of: Callable[[Stored], torch.dtype] = lambda stored: stored.dtype,
 ) -> dict[str, Tensor]:
     """Tensors in the dtype, and under the name, that they have in the files.
 
@@ -202,7 +216,7 @@ def renamed_tensors(
                 expected="from rename, a name of its own for each tensor",
                 fix='rename=lambda name: "model." + name',
             )
-        found[new] = Tensor(stored, dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype)
+        found[new] = Tensor(stored, dtype if dtype and stored.dtype.is_floating_point else dtype_of(stored))
     return found
 
 

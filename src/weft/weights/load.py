@@ -48,6 +48,7 @@ def load_weights(
     dtype: torch.dtype | str | None = None,
     rename: Callable[[str], str | None] | None = None,
     object: str = "model",
+    averages: bool = False,
 ) -> LoadedWeights:
     """Load parameters and buffers of a module from safetensors, or from a checkpoint.
 
@@ -73,6 +74,7 @@ def load_weights(
             transforms.
         rename: From a name in the files to one in the module; None leaves the tensor out.
         object: Which module, of those in a checkpoint.
+        averages: Of a checkpoint, load the averages that `average_weights` keeps instead of the weights they are of.
 
     Returns:
         What was read, and what was missing or left over.
@@ -98,13 +100,13 @@ def load_weights(
         True
     """
     ctx.require_collective("load_weights")
-    ctx.agree("load_weights", {"strict": strict, "dtype": str(dtype), "object": object})
+    ctx.agree("load_weights", {"strict": strict, "dtype": str(dtype), "object": object, "averages": averages})
 
     elsewhere = kept_shards(module) if isinstance(module, nn.Module) else {}
 
     def settled(found: Path) -> WeightAssignment:
         check_not_streamed("load_weights", module)
-        source, within = from_path("load_weights", found, object), None
+        source, within = from_path("load_weights", found, object, averages=averages), None
         wanted = floating_dtype("load_weights", dtype)
         if rename is None and (found / CONFIG).is_file():
             names = names_in_module(module, found)
@@ -129,6 +131,7 @@ def read(
     *,
     names: Names | None = None,
     object: str = "model",
+    averages: bool = False,
     device: torch.device | str = "cpu",
 ) -> dict[str, torch.Tensor]:
     """Read tensors of a checkpoint, or of safetensors, as a dict: without a module, in one process.
@@ -144,6 +147,8 @@ def read(
         names: Which: a pattern in which `*` stays within one part of a name and `**` stands for any number of
             parts ("encoder.**"), several, or a function of the name. Default: all.
         object: Which module, of those in a checkpoint.
+        averages: Of a checkpoint, read the averages that `average_weights` keeps instead of the weights they are of,
+            in the dtype of these.
         device: Where the tensors are made.
 
     Returns:
@@ -165,11 +170,14 @@ def read(
     """
 
     def work(found: Path) -> dict[str, torch.Tensor]:
-        source = from_path("read", found, object)
+        source = from_path("read", found, object, averages=averages)
         try:
             chosen = chosen_tensors("read", source.tensors, names, option="names")
             source.verify(chosen.values())
-            made = {name: torch.empty(one.entry.shape, dtype=one.dtype, device=device) for name, one in chosen.items()}
+            made = {
+                name: torch.empty(one.entry.shape, dtype=source.dtype_of(one), device=device)
+                for name, one in chosen.items()
+            }
             wanted = [Transfer(one, whole(one.entry.shape), made[name]) for name, one in chosen.items()]
             read_blocks(source.files, wanted, num_threads=1)
         finally:

@@ -15,6 +15,7 @@ from weft.checkpoint.format.manifest import NAME, Manifest, Piece, TensorEntry, 
 from weft.checkpoint.format.plain_files import parse_json, raise_if_unreadable, read_plain
 from weft.checkpoint.format.safetensors_read import TensorFiles
 from weft.checkpoint.format.transfer import Stored
+from weft.checkpoint.state.collect import plain_name
 from weft.checkpoint.storage.directory import Directory
 from weft.checkpoint.storage.find import check_files, complete_checkpoints
 from weft.contract.select_modules import Names, fits_pattern
@@ -58,12 +59,18 @@ class WeightFiles(NamedTuple):
         tensors: What there is; tied ones are equal.
         files: To read from.
         manifest: Of a checkpoint.
+        dtypes: By key, what averages are rounded to that are kept in more bits than the weights.
     """
 
     path: Path
     tensors: dict[str, Stored]
     files: TensorFiles
     manifest: Manifest | None = None
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+
+    def dtype_of(self, stored: Stored) -> torch.dtype:
+        """The dtype that a tensor has in the module."""
+        return self.dtypes.get(stored.key, stored.dtype)
 
     def verify(self, used: Iterable[Stored], *, number: int = 0, of: int = 1) -> None:
         """Compare the files that tensors of a checkpoint lie in with their hashes: one in `of` files, from a number.
@@ -146,11 +153,11 @@ def chosen_tensors(what: str, tensors: Mapping[str, Stored], filter: Names | Non
 # -- checkpoints -------------------------------------------------------------------------------------
 
 
-def from_checkpoint(what: str, path: Path, key: str) -> WeightFiles:
+def from_checkpoint(what: str, path: Path, key: str, *, averages: bool = False) -> WeightFiles:
     """The tensors of one module in a checkpoint, or in the newest complete one of a directory.
 
     Raises:
-        CheckpointError: There is none, or it has no such module.
+        CheckpointError: There is none, or it has no such module, or no averages of it.
     """
     folder = _checkpoint_folder(what, path)
     manifest = read_manifest(folder)
@@ -172,7 +179,37 @@ def from_checkpoint(what: str, path: Path, key: str) -> WeightFiles:
         for name, entry in manifest.tensors.items()
         if name.startswith(f"{key}/") and not name.startswith(f"{key}/#")  # what transforms keep is no weight
     }
-    return WeightFiles(folder, tensors, TensorFiles(what, {name: folder / name for name in manifest.files}), manifest)
+    files = TensorFiles(what, {name: folder / name for name in manifest.files})
+    source = WeightFiles(folder, tensors, files, manifest)
+    return _averaged(what, source, key, modules) if averages else source
+
+
+def averages_in(manifest: Manifest, key: str) -> dict[str, Stored]:
+    """The averages of a module in a checkpoint, those that `average_weights` of one of its parts keeps included."""
+    pattern = re.compile(rf"{re.escape(key)}/#((?:.*\.)?)Averages'*/weights/(.+)", re.DOTALL)
+    found = [match for name in manifest.tensors if (match := pattern.fullmatch(name))]
+    found.sort(key=lambda match: len(match[1]), reverse=True)  # the averages of the whole count, the last ones
+    return {plain_name(match[1] + match[2]): Stored(match[0], manifest.tensors[match[0]]) for match in found}
+
+
+def _averaged(what: str, source: WeightFiles, key: str, modules: list[str]) -> WeightFiles:
+    """The same with averages in place of the weights that have some, for all names of tied ones."""
+    assert source.manifest is not None
+    averages = averages_in(source.manifest, key)
+    if not averages:
+        others = [name for name in modules if averages_in(source.manifest, name)]
+        option = f"object={others[0]!r}, averages=True" if others else f"object={key!r}"
+        raise CheckpointError(
+            f"{what}: {source.path} has no averages of {key!r}",
+            found=f"averages of {listed(map(repr, others))}" if others else "no averages",
+            expected="a module that weft.average_weights was applied to before it was saved",
+            fix=reading(what, "path", option) + ("" if others else "  # the weights themselves"),
+        )
+    weights = source.tensors
+    instead = {weights[name].key: stored for name, stored in averages.items() if name in weights}
+    dtypes = {instead[one.key].key: one.dtype for one in weights.values() if one.key in instead}
+    tensors = {**averages, **{name: instead.get(one.key, one) for name, one in weights.items()}}
+    return source._replace(tensors={name: tensors[name] for name in (*weights, *tensors)}, dtypes=dtypes)
 
 
 def _checkpoint_folder(what: str, path: Path) -> Path:
@@ -208,7 +245,7 @@ def _content(path: Path) -> str:
 # -- the Hugging Face layout -------------------------------------------------------------------------
 
 
-def from_path(what: str, path: Path, key: str) -> WeightFiles:
+def from_path(what: str, path: Path, key: str, *, averages: bool = False) -> WeightFiles:
     """The tensors of a file, an index, a folder or a checkpoint.
 
     Raises:
@@ -217,12 +254,12 @@ def from_path(what: str, path: Path, key: str) -> WeightFiles:
     if path.name == NAME:
         path = path.parent
     if os.path.lexists(path / NAME) or Directory(path).names():
-        return from_checkpoint(what, path, key)
-    if key != "model":
+        return from_checkpoint(what, path, key, averages=averages)
+    if key != "model" or averages:
         raise CheckpointError(
-            f"{what}: object = {key!r} has no effect here",
+            f"{what}: {'averages = True' if averages else f'object = {key!r}'} has no effect here",
             found=f"{path} is no checkpoint",
-            expected="object for checkpoints of weft, which may hold several modules",
+            expected="object and averages for checkpoints of weft, which may hold several modules and their averages",
             fix=reading(what, "path"),
         )
     chosen = _in_folder(what, path) if path.is_dir() else path

@@ -160,8 +160,8 @@ class SplitPlan(NamedTuple):
                 f"shard_data: {what} cannot be split evenly over {self.size} ranks",
                 found=f"{units} in steps of {self.per_rank} x {self.size}, {rest} left for the last step",
                 expected=f"{'a multiple of' if unequal else 'at least'} {self.size} left, or a choice what to do",
-                fix='loader, ctx = weft.shard_data(loader, ctx, uneven="drop")  # or "pad" (repeats samples), '
-                'or "empty" (some ranks get a batch with no rows)',
+                fix='loader, ctx = weft.shard_data(loader, ctx, uneven="empty")  # some ranks get no rows; '
+                'or "pad", with_ids=True (repeats samples: use rows of ids.valid only); or "drop" (loses samples)',
             )
 
 

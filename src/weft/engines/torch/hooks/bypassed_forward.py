@@ -12,6 +12,11 @@ from torch import nn
 from weft.engines.torch.hooks.program_lines import part_expression
 from weft.errors import NotSynchronized, listed
 
+_BY_HAND = (
+    'p.grad = weft.reduce(p.grad, ctx, "mean")  # before its optimizer steps, without a strategy, and left out of '
+    "weft.check; or a module whose forward returns it, under a strategy"
+)
+
 
 def raise_bypassed_forward(
     what: str, name: str, module: nn.Module | None, kind: str, listed_methods: Sequence[str]
@@ -35,6 +40,10 @@ def calls_that_bypass_forward(
 ) -> tuple[str, str]:
     """Which calls may compute with parameter `name` past forward, and what to write instead."""
     part = name.partition(".")[0]
+    if module is not None and _is_container(module):
+        return f"{type(module).__name__} has no forward, and {part!r} is used by itself", line_for_container(
+            module, name, "fully_shard" if what == "fully_shard" else "replicate"
+        )
     methods = [] if module is None else [m for m in methods_that_call(type(module), part) if m not in listed_methods]
     objects = "..." if what == "zero_partition" else "model, ctx"
     whole = f"model(...)  # in place of {part_expression(part)}(...)"
@@ -46,19 +55,45 @@ def calls_that_bypass_forward(
     return f"a call of {part!r} itself, or of another part of the module", whole
 
 
+def line_for_container(module: nn.Module, name: str, what: str = "replicate") -> str:
+    """What averages gradients of parameter `name`, where the module may be a container that is never called.
+
+    The strategy is for the outermost part that can be called. A parameter in a `ParameterList` is in none.
+    """
+    path = name.split(".")[:-1]
+    parts = [".".join(path[:end]) for end in range(len(path) + 1)]
+    part = next((one for one in parts if not _is_container(module.get_submodule(one))), None)
+    if part is None:
+        return _BY_HAND
+    called = part_expression(part)
+    return f"{called}, ctx = weft.{what}({called}, ctx)"
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether a module has no forward, nor a method of a user's class: `ModuleDict`, `ParameterList` and their kind."""
+    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return not (has_forward or any(not name.startswith("_") for name in _functions_of_user(type(module))))
+
+
 def methods_that_call(cls: type, part: str) -> list[str]:
     """The public methods besides forward, of classes outside torch, that call `self.<part>`, or one that does."""
+    functions = _functions_of_user(cls)
+    reads = {name: set(_attributes_of_self(function)) for name, function in functions.items()}
+    found = {name for name, names in reads.items() if part in names}
+    while more := {name for name, names in reads.items() if names & found} - found:
+        found |= more
+    return [name for name in functions if name in found and not name.startswith("_")]
+
+
+def _functions_of_user(cls: type) -> dict[str, types.FunctionType]:
+    """The methods besides forward of classes outside torch."""
     functions: dict[str, types.FunctionType] = {}
     for owner in cls.__mro__:
         if owner.__module__.partition(".")[0] not in ("torch", "builtins"):
             for name, value in vars(owner).items():
                 if isinstance(value, types.FunctionType) and name not in ("forward", "__init__"):
                     functions.setdefault(name, value)
-    reads = {name: set(_attributes_of_self(function)) for name, function in functions.items()}
-    found = {name for name, names in reads.items() if part in names}
-    while more := {name for name, names in reads.items() if names & found} - found:
-        found |= more
-    return [name for name in functions if name in found and not name.startswith("_")]
+    return functions
 
 
 def _attributes_of_self(function: types.FunctionType) -> Iterator[str]:
