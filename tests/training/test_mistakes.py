@@ -3,6 +3,7 @@
 docs/mistakes.md lists them; a test compares the two.
 """
 
+import copy
 import functools
 import io
 import pathlib
@@ -814,6 +815,22 @@ def part_called_after_the_model(ctx):
     model[0](torch.ones(2, 4))
 
 
+def attention_without_rows(ctx):
+    loader, ctx = weft.shard_data(DataLoader(torch.ones(1, 2, 4)), ctx, uneven="empty")
+    model, ctx = weft.replicate(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), ctx)
+    for x in loader:
+        model(x, src_key_padding_mask=x[..., 0] == 0).sum().backward()
+
+
+def average_by_hand_of_a_copy(ctx):
+    net = _net()
+    average = copy.deepcopy(net)
+    model, ctx = weft.fully_shard(net, ctx)
+    with torch.no_grad():
+        for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(p, 0.1)
+
+
 @pytest.mark.parametrize(
     ("program", "text"),
     [
@@ -821,6 +838,8 @@ def part_called_after_the_model(ctx):
         (step_between_forward_and_backward, "modified by an inplace operation"),
         (loss_without_gradients, "element 0 of tensors does not require grad"),
         (part_called_after_the_model, "plain tensors beside"),
+        (attention_without_rows, "cannot reshape tensor of 0 elements"),
+        (average_by_hand_of_a_copy, "got mixed torch.Tensor and DTensor"),
     ],
 )
 def test_errors_of_torch_are_as_the_page_says(program, text):
