@@ -15,7 +15,7 @@ import torch.distributed as dist
 from weft.context import DistContext, World
 from weft.context.guards import line_outside
 from weft.engines.torch_errors import is_communication_error
-from weft.errors import ContextError, listed, type_error
+from weft.errors import ContextError, PeerError, listed, type_error
 from weft.peers.agreement import agree
 from weft.peers.gloo_connections import never_destroy
 from weft.peers.liveness import check_failed, find_absent_rank, find_culprit, find_late_rank, peer_error
@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 _SLICE = timedelta(seconds=0.5)
 _ANY_ROWS = ("gather", "all_to_all")  # the number of rows may differ between ranks: that is what they are for
+_MOST_SHAPES = 32  # that are compared: of values whose shapes change in each step, the first ones
 _ALIGNED = 16  # bytes
 HEADER_WORDS = 64  # of int64 in a first message: one size fits nearly all calls
 
@@ -115,12 +116,22 @@ def rebuilt(value: T, tensors: Iterable[torch.Tensor]) -> T:
 
 
 def enter_collective(what: str, ctx: DistContext, value: object, facts: dict[str, object]) -> World:
-    """Check that a collective may run here; with `debug`, that all ranks mean the same one."""
+    """Check that a collective may run here; of new shapes, or with `debug`, that all ranks mean the same one."""
     world = ctx.require_collective(what)
     check_failed(world)
-    if ctx.debug and world.store is not None and world.size > 1:
-        described = {"value": _describe(what, value)} if value is not None else {}
-        agree(world, what, {**facts, **described, "at": line_outside()})
+    if world.store is not None and world.size > 1:
+        # Messages of other sizes or dtypes end in garbage, or not at all. What takes any rows compares in the message.
+        compared = value is not None and what not in _ANY_ROWS and len(world.reduced) < _MOST_SHAPES
+        shapes = (what, *((*path, leaf.shape, leaf.dtype) for path, leaf in leaves(value))) if compared else ()
+        if ctx.debug or (compared and shapes not in world.reduced):
+            described = {"value": _describe(what, value)} if value is not None else {}
+            try:
+                agree(world, what, {**facts, **described, "at": line_outside()})
+            except PeerError as error:
+                if compared:
+                    error.add_note(f"weft: or a rank brought what it had brought before, and this one: {described}")
+                raise
+            world.reduced.add(shapes)
     return world
 
 
