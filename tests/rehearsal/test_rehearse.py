@@ -3,6 +3,8 @@
 import copy
 import gc
 import importlib
+import itertools
+import json
 import os
 import random
 import sys
@@ -22,6 +24,7 @@ from torch.utils.data._utils import worker
 
 import weft
 from tests.variants import variants
+from weft import monitoring
 from weft.errors import ContextError
 from weft.testing import assert_rehearsed, run_ranks
 
@@ -216,6 +219,55 @@ def scaled(ctx):
         scaler.update()
 
     return step
+
+
+def test_trackers_and_other_files_of_a_run_are_left_as_they_are(tmp_path):
+    def trackers():
+        names = [monitoring.jsonl(tmp_path / "run.jsonl", purge_step=2), monitoring.csv(tmp_path / "run.csv")]
+        return [*names, monitoring.tensorboard(tmp_path), monitoring.in_background(monitoring.csv(tmp_path / "b.csv"))]
+
+    def log(step, ctx, loss):
+        with monitoring.closing(trackers()) as all_of_them:
+            monitoring.log_start(step, ctx, all_of_them, settings={"lr": 0.1})
+            weft.log({"loss": loss}, step, ctx, all_of_them)
+
+    def files():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    own = []
+
+    def program(ctx):
+        model, ctx = weft.fully_shard(nn.Linear(4, 4), ctx)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        numbers = itertools.count(2)
+        objects = {"model": model, "optimizer": optimizer}
+        record = monitoring.ledger(objects, tmp_path, ctx)
+        profile = monitoring.profile(ctx, tmp_path / "profiles").__enter__()  # of the second step
+
+        def step():
+            loss, number = model(torch.ones(4, 4)).square().mean(), next(numbers)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log(number, ctx, loss)
+            monitoring.jsonl(tmp_path / "apart" / "run.jsonl")({"loss": 1.0}, step=number)
+            weft.log({"loss": loss}, number, ctx, lambda values, step: own.append(step))
+            record(number, loss=loss)
+            profile.step()
+            monitoring.save_memory_snapshot(tmp_path / "memory", ctx)
+            assert monitoring.report.write_report(tmp_path / "apart")[0].folder == tmp_path / "apart"
+
+        return step
+
+    for step in (1, 2):
+        log(step, weft.local(), 1.0)
+    before, shown = files(), len(list(tmp_path.iterdir()))
+    weft.rehearse(program, 4)
+    assert files() == before
+    assert len(list(tmp_path.iterdir())) == shown
+    assert set(own) == {2, 3}  # a tracker of the program's own is called
+    log(2, weft.local(), 3.0)
+    assert json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1]) == {"step": 2, "loss": 3.0}
 
 
 def test_a_scaler_of_torch_finds_finite_gradients():

@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
         description="Run an unmodified script as one rank of a pretended job, in this process, on tensors without "
         "memory; print what that rank holds and sends. The script is left after some steps of its optimizer, and runs "
         "again with other numbers if it reads any. What it prints goes to stderr; files that it writes are written, "
-        "but for checkpoints of weft and torch.save.",
+        "but for checkpoints and logs of weft and torch.save.",
         epilog="With --search or --vary, {NAME}, {AXIS} and {mesh} among the arguments stand for each value: "
         "weft rehearse --ranks 64 --search replica,shard --vary batch=8,16 train.py --batch {batch} --mesh {mesh}",
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft import torch_internals
@@ -45,21 +45,21 @@ def parameters_without_values(fake: Any) -> Iterator[None]:
     with (
         register_module_parameter_registration_hook(register),
         replaced(nn.Parameter, __new__=made),
-        replaced(nn.UninitializedParameter, __new__=_placeholder(nn.UninitializedParameter.__new__)),
-        replaced(nn.UninitializedBuffer, __new__=_placeholder(nn.UninitializedBuffer.__new__)),
-        replaced(UninitializedTensorMixin, materialize=_materialize),
+        _of_fake_tensors(nn.UninitializedParameter),
+        _of_fake_tensors(nn.UninitializedBuffer),
     ):
         yield
 
 
-def _placeholder(make: Any) -> Callable[..., Any]:
-    """Make what stands for a tensor without a shape as ever: fake tensors are of one class."""
+def _of_fake_tensors(lazy: Any) -> AbstractContextManager[None]:
+    """Let what stands for a tensor without a shape be made as ever, and become a fake one, of another class."""
+    make = lazy.__new__
 
-    def made(cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
         with torch_internals.without_modes():
             return make(cls, *args, **with_device_alike(kwargs))
 
-    return made
+    return replaced(lazy, __new__=made, materialize=_materialize)
 
 
 def _materialize(lazy: Any, shape: Any, device: Any = None, dtype: torch.dtype | None = None) -> None:
