@@ -271,6 +271,7 @@ without_modes = Private("torch.utils._python_dispatch", "_disable_current_modes"
 tree = Private("torch.utils", "_pytree", "nested values as torch sees them")
 fake_tensor = Private("torch._subclasses.fake_tensor", "FakeTensor", "a rehearsal")
 fake_mode = Private("torch._subclasses.fake_tensor", "FakeTensorMode", "a rehearsal")
+active_fake_mode = Private("torch._guards", "active_fake_mode", "a rehearsal")
 without_fakes = Private("torch._subclasses.fake_tensor", "unset_fake_temporarily", "a rehearsal")
 op_packet = Private("torch._ops", "OpOverloadPacket", "recompute(save=...)")
 op_overload = Private("torch._ops", "OpOverload", "recompute(save=...)")

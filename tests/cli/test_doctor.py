@@ -29,7 +29,7 @@ from weft.cli.doctor import (
     check_private_names,
     numa_nodes,
 )
-from weft.cli.rank_checks import CHECKS
+from weft.cli.rank_checks import CHECKS, STARTED
 from weft.private_names import Attribute, Private, SupportedLibrary
 from weft.version import TESTED_TORCH, newer_torch
 
@@ -59,6 +59,26 @@ def test_a_broken_network_is_named_soon():
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert line.startswith("FAIL  all-reduce") and "no_such_interface" in line
     assert "next: weft doctor -n 1 leaves the network out" in done.stdout and "fully_shard" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("started", [1, 2])
+def test_ranks_that_have_not_started_are_told_from_a_network_that_is_broken(monkeypatch, started):
+    start = subprocess.Popen
+
+    def popen(command, **options):
+        return start(
+            ["sh", "-c", f"for i in {'a b'[: 2 * started - 1]}; do touch {command[-1]}/{STARTED}$i; done; sleep 60"],
+            **options,
+        )
+
+    monkeypatch.setattr(weft.cli.doctor.subprocess, "Popen", popen)
+    (found,) = weft.cli.doctor._ranks(2, None, 2.0)
+    if started == 2:
+        assert found == Verdict("all-reduce", "FAIL", "it did not end within 2 s", _NEXT["all-reduce"])
+    else:
+        assert found[:2] == ("ranks", "FAIL") and "1 of 2 ranks had not started within 2 s; the load" in found.text
+        assert f"{len(os.sched_getaffinity(0))} cores" in found.text and "weft doctor --limit-s 8," in found.step
 
 
 def test_checks_of_ranks_all_have_a_next_step():

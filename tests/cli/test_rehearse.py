@@ -1,9 +1,12 @@
 """`weft rehearse` of a script as it is."""
 
 import json
+import re
+import time
 
 import pytest
 
+import weft.cli
 from weft.cli import main
 
 SCRIPT = """
@@ -113,6 +116,20 @@ def test_an_error_of_so_many_ranks_is_that_of_a_real_run(script, capsys):
         "ValueError: 40 cannot be divided by 16; weft: in the rehearsal of rank 0 of 16, at" in capsys.readouterr().err
     )
     assert main(["rehearse", "--ranks", "8", script, "40", "divide"]) == 0
+
+
+@pytest.mark.parametrize("lasts_s", [0.0, 0.7])
+def test_what_takes_long_says_what_is_rehearsed(monkeypatch, capsys, lasts_s):
+    def rehearse(*_, rank, **__):
+        time.sleep(lasts_s)
+        raise ValueError(f"{rank} is enough")
+
+    monkeypatch.setattr(weft.cli.rehearse, "rehearse_script", rehearse)
+    monkeypatch.setattr(weft.cli.rehearse, "_TELL_S", 0.3 if lasts_s else weft.cli.rehearse._TELL_S)
+    assert main(["rehearse", "--ranks", "8", "--rank", "3", "train.py"]) == 2
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert bool(lines) == bool(lasts_s) and last == "weft rehearse: ValueError: 3 is enough"
+    assert all(re.fullmatch(r"weft rehearse: rank 3 of 8, after \d s", line) for line in lines)
 
 
 @pytest.mark.slow

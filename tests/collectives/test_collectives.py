@@ -316,12 +316,43 @@ def test_debug_changes_no_result():
 
 def _messages(ctx):
     before = ctx.world.meetings
-    weft.reduce(torch.ones(1), ctx)
+    for _ in range(3):
+        weft.reduce(torch.ones(1), ctx)
     return ctx.world.meetings - before
 
 
-def test_no_meetings_without_debug():
-    assert run_ranks(_messages, 2) == [0, 0]
+def test_shapes_meet_once_without_debug():
+    assert run_ranks(_messages, 2) == [1, 1]
+
+
+def _unequal(ctx, kind):
+    one, other = {
+        "dtype of one size": (torch.tensor(0), torch.tensor(1.5, dtype=torch.float64)),
+        "dtype": (torch.tensor(0), torch.tensor(1.5)),
+        "shape": (torch.ones(2), torch.ones(3)),
+        "structure": ({"a": torch.ones(2)}, {"b": torch.ones(2)}),
+    }[kind]
+    collective = weft.collectives.reduce_scatter if kind == "shape" else weft.reduce
+    with pytest.raises(weft.errors.ContextError, match="the ranks do not agree") as caught:
+        collective(other if ctx.rank else one, ctx)
+    assert weft.reduce(torch.ones(1), ctx).item() == ctx.world_size  # nothing is on its way
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["dtype of one size", "dtype", "shape", "structure"])
+def test_unequal_values_are_refused_before_they_are_sent(kind):
+    for found in run_ranks(_unequal, 2, kind):
+        assert "on rank 0 at " in found and "on rank 1 at " in found and "test_collectives.py" in found
+
+
+def _new_on_one_rank(ctx):
+    weft.reduce(torch.tensor(0), ctx)
+    weft.reduce(torch.tensor(1.5, dtype=torch.float64) if ctx.rank else torch.tensor(0), ctx)
+
+
+def test_other_values_than_before_on_one_rank():
+    with pytest.raises(weft.testing.RanksFailed, match="(?s)waits in a collective.*brought before, and this one.*float64"):
+        run_ranks(_new_on_one_rank, 2)
 
 
 # -- meetings ----------------------------------------------------------------------------------------

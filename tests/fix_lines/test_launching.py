@@ -62,8 +62,15 @@ def test_estimate_and_migrate(folder, capsys):
     with told("cli/estimate.py", "is not a model") as it:
         weft.cli.main(["estimate", "nothing_here"])
     assert weft_(it.fix) == 0 and "parameters" in capsys.readouterr().out
-    with told("cli/migrate.py", "cannot be translated") as it:
+    with told("cli/migrate.py", "no use of") as it:
         weft.cli.main(["migrate", "train.py"])
+    model, ctx = torch.nn.Linear(2, 2), weft.local()
+    assert it.run(model=model, ctx=ctx)["ctx"].applied[-1].name == "replicate"
+    page = re.search(r"torchweft.github.io/weft/(\w+).html", it.fix)[1]
+    assert "## The plain loop" in (ROOT / "docs" / f"{page}.md").read_text()
+    (folder / "train.py").unlink()
+    with told("cli/migrate.py", "cannot be translated") as it:
+        weft.cli.main(["migrate", "trian.py"])
     (folder / "train.py").write_text("from accelerate import Accelerator\naccelerator = Accelerator()\n")
     assert weft_(it.fix) in (0, 1) and "+import weft" in capsys.readouterr().out
 

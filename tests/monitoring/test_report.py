@@ -590,7 +590,11 @@ def test_without_plotly_the_error_says_what_to_install(tmp_path, monkeypatch, ca
 
 def test_the_command_says_when_there_is_nothing(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 1
-    assert "nothing to show in" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    told = capsys.readouterr().err
+    assert "nothing to show in" in told and not list(tmp_path.iterdir())
+    line = re.search(r"weft\.log\(.*\)\)", told)[0]
+    eval(line, {"weft": weft, "loss": 1.0, "step": 1, "ctx": weft.local()})
+    assert main(["report", str(tmp_path)]) == 0
     assert main(["report", str(tmp_path / "none")]) == 1
     assert "is no folder" in capsys.readouterr().err
 

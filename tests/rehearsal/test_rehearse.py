@@ -1,6 +1,10 @@
 """A program on one rank of many: what it holds and sends is what it holds and sends in a real run."""
 
+import copy
 import gc
+import importlib
+import itertools
+import json
 import os
 import random
 import sys
@@ -20,6 +24,7 @@ from torch.utils.data._utils import worker
 
 import weft
 from tests.variants import variants
+from weft import monitoring
 from weft.errors import ContextError
 from weft.testing import assert_rehearsed, run_ranks
 
@@ -216,6 +221,55 @@ def scaled(ctx):
     return step
 
 
+def test_trackers_and_other_files_of_a_run_are_left_as_they_are(tmp_path):
+    def trackers():
+        names = [monitoring.jsonl(tmp_path / "run.jsonl", purge_step=2), monitoring.csv(tmp_path / "run.csv")]
+        return [*names, monitoring.tensorboard(tmp_path), monitoring.in_background(monitoring.csv(tmp_path / "b.csv"))]
+
+    def log(step, ctx, loss):
+        with monitoring.closing(trackers()) as all_of_them:
+            monitoring.log_start(step, ctx, all_of_them, settings={"lr": 0.1})
+            weft.log({"loss": loss}, step, ctx, all_of_them)
+
+    def files():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    own = []
+
+    def program(ctx):
+        model, ctx = weft.fully_shard(nn.Linear(4, 4), ctx)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        numbers = itertools.count(2)
+        objects = {"model": model, "optimizer": optimizer}
+        record = monitoring.ledger(objects, tmp_path, ctx)
+        profile = monitoring.profile(ctx, tmp_path / "profiles").__enter__()  # of the second step
+
+        def step():
+            loss, number = model(torch.ones(4, 4)).square().mean(), next(numbers)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log(number, ctx, loss)
+            monitoring.jsonl(tmp_path / "apart" / "run.jsonl")({"loss": 1.0}, step=number)
+            weft.log({"loss": loss}, number, ctx, lambda values, step: own.append(step))
+            record(number, loss=loss)
+            profile.step()
+            monitoring.save_memory_snapshot(tmp_path / "memory", ctx)
+            assert monitoring.report.write_report(tmp_path / "apart")[0].folder == tmp_path / "apart"
+
+        return step
+
+    for step in (1, 2):
+        log(step, weft.local(), 1.0)
+    before, shown = files(), len(list(tmp_path.iterdir()))
+    weft.rehearse(program, 4)
+    assert files() == before
+    assert len(list(tmp_path.iterdir())) == shown
+    assert set(own) == {2, 3}  # a tracker of the program's own is called
+    log(2, weft.local(), 3.0)
+    assert json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1]) == {"step": 2, "loss": 3.0}
+
+
 def test_a_scaler_of_torch_finds_finite_gradients():
     found = weft.rehearse(scaled, 4)
     assert found.at_rest.optimizer == 2 * 72 * 4 + 2 * 4  # it has made steps
@@ -336,6 +390,85 @@ def converted(ctx):
 def test_a_model_may_change_its_dtype():
     found = weft.rehearse(converted, 2)
     assert (found.at_rest.parameters, found.at_rest.gradients, found.at_rest.buffers) == (88 * 2, 64 * 2, 2 * 8 * 2 + 8)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def answers(ctx):
+    """What a program asks about parameters, made of tensors with values and of others."""
+    found = []
+    for make in (
+        lambda: torch.zeros(()),
+        lambda: torch.tensor([1.0, 2.0]),
+        lambda: torch.randn(2),
+        lambda: torch.from_numpy(np.ones(2)),
+        lambda: torch.zeros(2, device="meta"),
+    ):
+        p, module, other = nn.Parameter(make()), nn.Module(), nn.Module()
+        p.mark = "kept"
+        before = torch.optim.Adam([p])
+        module.list, module.dict = nn.ParameterList([p]), nn.ParameterDict({"p": p})
+        module.list.append(make())
+        module.dict["other"] = make()
+        module.set = p
+        module.register_parameter("registered", p)
+        other.register_parameter("registered", None)
+        other.registered = p
+        kept = [module.list[0], module.dict["p"], module.set, module.registered, other.registered]
+        module.kept, again = kept, nn.Parameter(p)
+        copied = copy.deepcopy(module)
+        found.append([each is p for each in kept])
+        found.append([isinstance(each, nn.Parameter) for each in (*module.list, *module.dict.values(), again, make())])
+        found.append((again is p, again.data_ptr() == p.data_ptr(), len({*module.parameters(), *other.parameters()})))
+        found.append((copied.set is copied.kept[0], copied.set is p, isinstance(copied.set, nn.Parameter)))
+        module.requires_grad_(False)
+        found.append((p.requires_grad, p.mark, before.param_groups[0]["params"][0] is module.set))
+        buffer = nn.Buffer(make())
+        module.buffer, module.plain = buffer, make()
+        found.append((module.buffer is buffer, isinstance(buffer, nn.Buffer), list(dict(module.named_buffers()))))
+        nn.utils.parametrize.register_parametrization(other, "registered", Doubled())
+        found.append((other.parametrizations.registered.original is p, isinstance(other.registered, nn.Parameter)))
+    for lazy, other in (nn.LazyLinear(3, device="cpu"), nn.Linear(4, 3)), (nn.LazyBatchNorm1d(), nn.BatchNorm1d(4)):
+        weight = lazy.weight
+        found.append((isinstance(weight, nn.Parameter), nn.parameter.is_lazy(weight)))
+        lazy(torch.ones(2, 4))
+        found.append((lazy.weight is weight, type(lazy) is type(other), nn.parameter.is_lazy(weight)))
+        found.append([p.shape == same.shape for p, same in zip(lazy.parameters(), other.parameters(), strict=True)])
+        found.append(list(lazy.state_dict()) == list(other.state_dict()))
+    return found
+
+
+def test_parameters_are_what_they_are_in_a_real_run():
+    found = []
+
+    def asking(ctx):
+        found.append(answers(ctx))
+        scale, model = nn.Parameter(torch.zeros(())), nn.Linear(2, 2)
+        scales, optimizer = nn.ParameterList([scale]), torch.optim.Adam([scale])
+        _, ctx = weft.checkpointable({"model": model, "scales": scales, "optimizer": optimizer}, ctx)
+        return lambda: model(torch.ones(1, 2)).sum().backward()
+
+    weft.rehearse(asking, 2)
+    assert found == [answers(None)]
+
+
+def test_parameters_of_a_module_that_is_imported_meanwhile_have_values(tmp_path, monkeypatch):
+    text = "import torch\nlayer = torch.nn.Linear(2, 2)\nscale = torch.nn.Parameter(torch.ones(2))\n"
+    (tmp_path / "imported_in_a_rehearsal.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def importing(ctx):
+        module = importlib.import_module("imported_in_a_rehearsal")
+        model, holder = nn.Linear(2, 2), nn.ParameterList([module.scale])
+        return lambda: (model(torch.ones(1, 2)).sum() + holder[0].sum()).backward()
+
+    weft.rehearse(importing, 2)
+    module = sys.modules.pop("imported_in_a_rehearsal")
+    assert not isinstance(module.layer.weight, FakeTensor)
+    assert module.scale.tolist() == [1.0, 1.0]
 
 
 def reads(ctx):

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft import torch_internals
+from weft.cli.rank_checks import STARTED
 from weft.context.settings import resolve
 from weft.environments import cores_here, topology
 from weft.errors import ContextError, listed
@@ -88,7 +89,9 @@ def add_parser(commands: Any) -> None:
     sub.add_argument("-n", "--nproc", type=int, help="ranks (default 2, or 1 where there is one accelerator)")
     sub.add_argument("--rdzv", metavar="HOST:PORT", help="see whether the first node can be reached")
     sub.add_argument("--folder", type=Path, help="of checkpoints, such as a shared file system; default: temporary")
-    sub.add_argument("--limit-s", type=float, default=_LIMIT_S, help="seconds for the work on N ranks")
+    sub.add_argument(
+        "--limit-s", type=float, default=_LIMIT_S, help="seconds for ranks to start, and again for their work"
+    )
     sub.set_defaults(run=run)
 
 
@@ -295,19 +298,33 @@ def _ranks(nproc: int, folder: Path | None, limit_s: float) -> Iterator[Verdict]
         process = subprocess.Popen(  # noqa: S603  (our own program)
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
-        try:
-            output, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            output = process.communicate()[0] + f"\nit did not end within {limit_s:.0f} s"
+        output, missing = _output(process, nproc, Path(scratch), limit_s)
         found = Path(scratch) / "results.json"
         done: dict[str, str] = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
+    if missing:
+        load = f"the load of the machine is {os.getloadavg()[0]:.1f}, on {len(cores_here())} cores"
+        step = f"weft doctor --limit-s {4 * limit_s:.0f}, or when the machine has less to do"
+        found_out = f"{missing} of {nproc} ranks had not started within {limit_s:.0f} s; {load}"
+        yield Verdict("ranks", "FAIL", found_out, step)
+        return
     for name, step in _NEXT.items():
         if name in done:
             yield Verdict(name, "ok", done[name])
         else:
             yield Verdict(name, "FAIL", _telling_line(output), step)
             return
+
+
+def _output(process: subprocess.Popen[str], nproc: int, scratch: Path, limit_s: float) -> tuple[str, int]:
+    """What ranks print, and how many of them had not started when the time was over; it begins anew when all have."""
+    missing, end = nproc, time.monotonic() + limit_s
+    while time.monotonic() < end:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=0.1)[0], 0
+        if missing and not (missing := max(0, nproc - len(list(scratch.glob(f"{STARTED}*"))))):
+            end = time.monotonic() + limit_s
+    os.killpg(process.pid, 9)
+    return process.communicate()[0] + f"\nit did not end within {limit_s:.0f} s", missing
 
 
 def _telling_line(output: str) -> str:

@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> int:
     except (OSError, ValueError, SyntaxError) as error:
         raise _refused(path, f"{type(error).__name__}: {error}") from error
     if not found.uses:
-        raise _refused(path, "no use of Accelerate or of Fabric")
+        by_hand = "model, ctx = weft.replicate(model, ctx)  # https://torchweft.github.io/weft/first_steps.html"
+        raise _refused(path, "no use of Accelerate or of Fabric", fix=by_hand)
     lines = source.splitlines(keepends=True), found.text.splitlines(keepends=True)
     sys.stdout.writelines(difflib.unified_diff(*lines, f"a/{path.name}", f"b/{path.name}"))
     print(_report(found), file=sys.stderr)  # noqa: T201
@@ -68,10 +69,10 @@ def _report(found: Any) -> str:
     return "\n".join(lines)
 
 
-def _refused(path: Path, why: str) -> ContextError:
+def _refused(path: Path, why: str, fix: str = "weft migrate train.py") -> ContextError:
     return ContextError(
         f"migrate: {path} cannot be translated",
         found=why,
-        expected="a Python script that uses Accelerate or Lightning Fabric",
-        fix="weft migrate train.py",
+        expected="a Python script that uses Accelerate or Lightning Fabric; a plain loop is changed by hand",
+        fix=fix,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 
 import weft
+
+STARTED = "started."  # with the process, the name of a file
 
 
 def _all_reduce(ctx: weft.DistContext, folder: Path) -> str:
@@ -88,6 +91,7 @@ CHECKS: Mapping[str, Callable[[weft.DistContext, Path], str]] = MappingProxyType
 
 def main(folder: Path) -> None:
     """Do the checks one after the other; the main rank writes down how each ended."""
+    (folder / f"{STARTED}{os.getpid()}").touch()
     results: dict[str, str] = {}
     with weft.start(timeout_s=15) as ctx:
         for name, check in CHECKS.items():

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import re
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +28,7 @@ from weft.rehearsal.search import Candidate, candidates, table, try_candidate
 from weft.rehearsal.simulation.pretended_tensors import Assumed
 from weft.rehearsal.table import size_text
 
+_TELL_S = 8.0
 _UNITS = MappingProxyType(
     {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 )
@@ -38,7 +43,7 @@ def add_parser(commands: Any) -> None:
         description="Run an unmodified script as one rank of a pretended job, in this process, on tensors without "
         "memory; print what that rank holds and sends. The script is left after some steps of its optimizer, and runs "
         "again with other numbers if it reads any. What it prints goes to stderr; files that it writes are written, "
-        "but for checkpoints of weft and torch.save.",
+        "but for checkpoints and logs of weft and torch.save.",
         epilog="With --search or --vary, {NAME}, {AXIS} and {mesh} among the arguments stand for each value: "
         "weft rehearse --ranks 64 --search replica,shard --vary batch=8,16 train.py --batch {batch} --mesh {mesh}",
     )
@@ -68,12 +73,30 @@ def run(options: argparse.Namespace) -> int:
     """Print; returns 0, 1 if nothing stays within the limit, 2 if the script or an option cannot be used."""
     try:
         limit = math.inf if options.limit is None else _size(options.limit)
-        if options.search or options.vary:
-            return _search(options, limit)
-        return _rehearse(options, limit)
+        with _told_now_and_then(options):
+            return (_search if options.search or options.vary else _rehearse)(options, limit)
     except (WeftError, OSError, ValueError) as error:
         print(f"weft rehearse: {exception_text(error)}", file=sys.stderr)  # noqa: T201
         return 2
+
+
+@contextlib.contextmanager
+def _told_now_and_then(options: argparse.Namespace) -> Iterator[None]:
+    """Say what is rehearsed, `options.now`, if it takes long; in a thread: the script may be what does."""
+    begin, over = time.monotonic(), threading.Event()
+    options.now = options.script
+
+    def tell() -> None:
+        while not over.wait(_TELL_S):
+            print(f"weft rehearse: {options.now}, after {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _rehearse(options: argparse.Namespace, limit: float) -> int:
@@ -89,7 +112,8 @@ def _rehearse(options: argparse.Namespace, limit: float) -> int:
 
     def changed(change: Change) -> Rehearsal:
         with recomputing_strategies(change):
-            return _one(options, Candidate(tuple(options.arguments), change.mesh or found.mesh, ""), found.rank)
+            meant = Candidate(tuple(options.arguments), change.mesh or found.mesh, f"with {change}")
+            return _one(options, meant, found.rank)
 
     fits = first_that_fits(limit, dict(found.mesh) if mesh else None, changed)
     print(f"\n{_over(found, limit, fits)}")  # noqa: T201
@@ -127,6 +151,7 @@ def _ranks(options: argparse.Namespace, choice: Candidate) -> tuple[Rehearsal, .
 
 
 def _one(options: argparse.Namespace, choice: Candidate, rank: int, mail: Mail | None = None) -> Rehearsal:
+    options.now = ", ".join(filter(None, (f"rank {rank} of {options.ranks}", choice.label)))
     given = (each.rpartition("=") for each in options.assume)
     assume: Assumed = {line: "balanced" if text == "balanced" else float(text) for line, _, text in given}
     return rehearse_script(

@@ -39,9 +39,11 @@ def run(options: argparse.Namespace) -> int:
         return 1
     empty = [each for each in runs if not (each.series or each.traces or each.rehearsals)]
     for found in empty:
-        reasons = (
-            "; ".join(found.problems) or "no JSON lines, CSV or event files of trackers, no profiles and no rehearsals"
+        writes = (
+            f'weft.log({{"loss": loss}}, step, ctx, weft.monitoring.jsonl("{found.folder / "log.jsonl"}")) writes one'
         )
+        none = f"no JSON lines, CSV or event files of trackers, no profiles and no rehearsals; {writes}"
+        reasons = "; ".join(found.problems) or none
         print(f"weft report: nothing to show in {found.folder}: {reasons}", file=sys.stderr)  # noqa: T201
     if len(empty) == len(runs):
         return 1

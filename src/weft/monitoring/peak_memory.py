@@ -16,6 +16,7 @@ from torch import nn
 
 from weft.context import DistContext
 from weft.errors import type_error
+from weft.peers.pretended import rehearses
 from weft.tensors.dtensor import local
 
 _Parts = nn.Module | torch.optim.Optimizer | Mapping[str, Any] | Iterable[Any]
@@ -235,6 +236,7 @@ def save_memory_snapshot(folder: str | Path, ctx: DistContext, *, names: Mapping
     if ctx.device.type == "cuda":
         content["segments"] = torch.cuda.memory_snapshot()
     path = Path(folder) / f"memory.rank{ctx.rank}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
+    if not rehearses():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
     return path

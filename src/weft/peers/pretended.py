@@ -252,6 +252,11 @@ class PretendedGroup(_Group):  # type: ignore[misc]
         return work
 
 
+def rehearses() -> bool:
+    """Whether this process rehearses: its ranks are pretended, and its numbers are not known."""
+    return dist.is_initialized() and isinstance(dist.group.WORLD, PretendedGroup)
+
+
 def check_not_pretended(what: str, group: object, fix: str) -> None:
     """Raise where ranks are pretended, for what cannot be rehearsed.
 

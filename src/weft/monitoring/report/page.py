@@ -29,6 +29,7 @@ from weft.monitoring.report.read_run import EXPLAIN, read
 from weft.monitoring.report.rehearsals import message_rows, rehearsal_charts, rehearsal_facts
 from weft.monitoring.report.run import Run
 from weft.monitoring.run_ledger.compare import compare_recorded
+from weft.peers.pretended import rehearses
 
 _EVENTS = ("preempted", "failure")  # names of texts that say why a program ended
 _RECORDS = "records"  # a table of rows that stand one below the other where the screen is narrow
@@ -49,13 +50,16 @@ def write_report(folders: str | Path | Iterable[str | Path], *, out: str | Path 
         out: What to write; default: `report.html` in the folder, of several runs in the current directory.
 
     Returns:
-        What was read, by run. If no run has numbers, profiles or rehearsals, nothing is written.
+        What was read, by run. If no run has numbers, profiles or rehearsals, nothing is written; in a rehearsal, in
+        which trackers write nothing, nothing is read either.
 
     Raises:
         FileNotFoundError: There is no such folder.
         MissingExtra: The package plotly is not installed.
     """
     places = [Path(each) for each in ([folders] if isinstance(folders, (str, Path)) else folders)]
+    if rehearses():
+        return [Run(place) for place in places]
     runs = [read(place) for place in places]
     if any(run.series or run.traces or run.rehearsals for run in runs):
         place = Path(out) if out is not None else (places[0] if len(places) == 1 else Path()) / "report.html"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from weft.checks import check_count
+from weft.monitoring.trackers.lifetime import RunTracker
 from weft.monitoring.values import Artifact, HParams, Table, Tracker, numbers_of, plain
 
 _BEGIN = b'{"step": '  # of a line of JSON
@@ -64,7 +65,7 @@ def jsonl(path: str | Path, *, purge_step: int | None = None) -> Tracker:
         with place.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    return write
+    return RunTracker(write)
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +151,7 @@ def csv(path: str | Path, *, purge_step: int | None = None) -> Tracker:
         with place.open("a", encoding="utf-8", newline="") as file:
             csv_format.DictWriter(file, columns, lineterminator="\n").writerow(row)
 
-    return write
+    return RunTracker(write)
 
 
 def _columns(place: Path) -> list[str]:

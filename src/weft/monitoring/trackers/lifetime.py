@@ -12,19 +12,24 @@ from typing import Any
 
 from weft.checks import check_count
 from weft.monitoring.values import Tracker
+from weft.peers.pretended import rehearses
 from weft.tensors.nested import map_tensors
 
 
 class RunTracker:
-    """A tracker that ends the run it writes to; made by the trackers of libraries, and by trackers made of trackers."""
+    """A tracker that ends the run it writes to; made by all trackers of weft but `tensorboard`.
 
-    def __init__(self, write: Tracker, end: Callable[[], object]) -> None:
+    In a rehearsal it writes nothing.
+    """
+
+    def __init__(self, write: Tracker, end: Callable[[], object] = lambda: None) -> None:
         self._write = write
         self._end: Callable[[], object] | None = end
 
     def __call__(self, values: dict[str, Any], /, *, step: int) -> None:
         """Write values of a step."""
-        self._write(values, step=step)
+        if not rehearses():
+            self._write(values, step=step)
 
     def close(self) -> None:
         """Write what is pending and end the run; a second call does nothing."""

@@ -11,6 +11,7 @@ import torch
 from weft.checks import import_extra
 from weft.monitoring.trackers.files import check_purge_step
 from weft.monitoring.values import Figure, Histogram, HParams, Image, Table, numbers_of
+from weft.peers.pretended import rehearses
 
 
 def tensorboard(folder: str | Path, *, purge_step: int | None = None, flush_s: int = 10) -> EventFile:
@@ -59,7 +60,9 @@ class EventFile:
         self._end: Any = None
 
     def __call__(self, values: dict[str, Any], /, *, step: int) -> None:
-        """Write values of a step."""
+        """Write values of a step; in a rehearsal, nothing."""
+        if rehearses():
+            return
         if self._writer is None:
             self._writer = self._make(self._folder, **self._options)
             self._end = weakref.finalize(self, self._writer.close)  # also at the end of the program

@@ -2,6 +2,7 @@
 
 pretended_world.py    a default process group with pretended ranks, in place of the one that is there
 pretended_tensors.py  which tensors have values, and what is read of those that have none
+parameters.py         parameters, which have none; lazy ones
 numbers.py            what is read of tensors without values
 devices.py            "cuda" and other names of devices, on a machine without one
 observe.py            the mode that sees every operation, in simulations and in real runs

@@ -29,7 +29,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -39,6 +38,7 @@ from weft.private_names import replaced
 from weft.rehearsal.simulation.devices import autocast_alike, placed_alike, with_device_alike
 from weft.rehearsal.simulation.lines import code_position
 from weft.rehearsal.simulation.numbers import Numbers
+from weft.rehearsal.simulation.parameters import parameters_without_values
 
 _MOST = 2**22  # elements of a tensor that has values
 _IN_ORDER = "what weft checks is in order: gradients are finite"
@@ -335,17 +335,6 @@ def without_memory(assume: Assumed, numbers: Numbers) -> Iterator[Simulation]:
     """Let tensors have no memory inside."""
     fake = torch_internals.fake_mode(allow_non_fake_inputs=True)
     simulation = Simulation(assume, numbers)
-    memo: weakref.WeakKeyDictionary[nn.Parameter, nn.Parameter] = weakref.WeakKeyDictionary()
-
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        """Parameters never have values: strategies replace their memory."""
-        if parameter is None or type(parameter) is not nn.Parameter or parameter.device.type == "meta":
-            return None
-        if parameter not in memo:
-            found: Any = fake.from_tensor(parameter)
-            memo[parameter] = found
-        return memo[parameter]
-
     reads = _Reads(fake, simulation, numbers)
     converter: Any = fake.fake_tensor_converter.meta_converter
     swap: Any = torch.utils.swap_tensors
@@ -358,7 +347,7 @@ def without_memory(assume: Assumed, numbers: Numbers) -> Iterator[Simulation]:
     methods = {"data_ptr": _address, "__deepcopy__": _copied, "__reduce_ex__": _pickled}
     methods["tolist"] = lambda each: reads.filled(each).tolist()
     with (
-        register_module_parameter_registration_hook(register),
+        parameters_without_values(fake),
         replaced(torch_internals.fake_tensor.found, **methods),
         replaced(torch_internals.fake_mode.found, cache={}),
         replaced(torch.utils, swap_tensors=swap_tensors),
