@@ -120,13 +120,14 @@ def enter_collective(what: str, ctx: DistContext, value: object, facts: dict[str
     world = ctx.require_collective(what)
     check_failed(world)
     if world.store is not None and world.size > 1:
-        # Messages of other sizes or dtypes end in garbage, or not at all. What takes any rows compares in the message.
-        compared = value is not None and what not in _ANY_ROWS and len(world.reduced) < _MOST_SHAPES
-        shapes = (what, *((*path, leaf.shape, leaf.dtype) for path, leaf in leaves(value))) if compared else ()
+        # Of other shapes or dtypes it would return garbage, or nothing; all the others compare them as they go.
+        compared = what == "reduce" and len(world.reduced) < _MOST_SHAPES
+        shapes = tuple((*path, leaf.shape, leaf.dtype) for path, leaf in leaves(value)) if compared else ()
         if ctx.debug or (compared and shapes not in world.reduced):
             described = {"value": _describe(what, value)} if value is not None else {}
             try:
-                agree(world, what, {**facts, **described, "at": line_outside()})
+                with refuse_two_threads(what, world):
+                    agree(world, what, {**facts, **described, "at": line_outside()})
             except PeerError as error:
                 if compared:
                     error.add_note(f"weft: or a rank brought what it had brought before, and this one: {described}")

@@ -39,9 +39,10 @@ def reduce(value: T, ctx: DistContext, op: ReduceOp = "sum", *, grad: bool = Fal
     """Combine tensors over the ranks; every rank gets the result.
 
     Changes: nothing; `value` is left alone. Collectives: one all-reduce per dtype; with `grad`, the same in backward.
+    Structures, shapes and dtypes that come for the first time are compared, in a meeting through the store.
 
     Args:
-        value: A nested value of tensors, the same shapes and dtypes on all ranks.
+        value: A nested value of tensors, the same structure, shapes and dtypes on all ranks.
         ctx: The context whose ranks take part; `ctx.on(axis)` for part of them.
         op: "sum", "mean", "max" or "min". The mean of integers and booleans is float32 (float64
             for int64), never rounded; their sum keeps the dtype, booleans count as int64.
@@ -53,6 +54,7 @@ def reduce(value: T, ctx: DistContext, op: ReduceOp = "sum", *, grad: bool = Fal
     Raises:
         TypeError: A leaf is not a tensor, or requires grad without `grad=True`.
         ValueError: Unknown `op`, or one without gradients with `grad=True`.
+        ContextError: Structures, shapes or dtypes that are new on all ranks differ between them.
         PeerError: A peer failed or died.
 
     Example:

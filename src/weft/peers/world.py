@@ -97,7 +97,7 @@ class World:
         disposable: On a root, the groups of those worlds that can be destroyed by themselves.
         meshes: torch's meshes over the groups above.
         messages: What is prepared for messages that are sent again and again, by their shape.
-        reduced: Shapes and dtypes that all ranks have brought to a collective in which they have to be equal.
+        reduced: Shapes and dtypes that all ranks have brought to `reduce`.
         meetings: How many meetings there were.
         numbers: How many smaller worlds and ledgers were made of it, by kind.
         loaders: On a root, the places of the loaders of the program; see data/order/loader_place.py.
