@@ -30,8 +30,10 @@ def _backward(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
 
 def _autocast(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
     ctx = draft.context_of(node)
-    if node.args:
+    if node.args or (draft.policy and not draft.reaches(draft.policy, node)):
         raise Left
+    if draft.policy:
+        return f"weft.precision.autocast({draft.policy}, {ctx})"
     setting = draft.setting("mixed_precision")
     if setting is not None and not isinstance(setting, cst.SimpleString) and dotted(setting) != "None":
         wish = code(setting)
@@ -40,6 +42,13 @@ def _autocast(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
     policy = str(literal(cst.parse_expression(precision(draft)[0] or '""')) if setting is None else literal(setting))
     kind = _DTYPES.get(policy.removesuffix("-true"))
     return f"torch.autocast({ctx}.device.type, {kind})" if kind else "contextlib.nullcontext()"
+
+
+def _init_module(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
+    """Values are made as usual, on the device; with `empty_init=True`, they come from a checkpoint."""
+    if len(node.args) > 1 or dotted(node.args[0].value) not in ("False", "None"):
+        raise Left
+    return f"torch.device({draft.context_of(node)}.device)"
 
 
 def _skip(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
@@ -84,6 +93,7 @@ CALLS: Mapping[str, Callable[[ScriptDraft, cst.Call, cst.Call], str]] = MappingP
     {
         "backward": _backward,
         "autocast": _autocast,
+        "init_module": _init_module,
         "save_state": save_state,
         "load_state": load_state,
         "skip_first_batches": _skip,

@@ -9,7 +9,7 @@ import libcst as cst
 
 from weft_migrate.checkpoints import register
 from weft_migrate.draft import Left, ScriptDraft, literal
-from weft_migrate.prepare import logger_folder, prepare
+from weft_migrate.prepare import policy_line, prepare, tracker_lines
 from weft_migrate.script import code, dotted, elements, given
 
 
@@ -27,12 +27,19 @@ def statement(draft: ScriptDraft, node: cst.Expr | cst.Assign, updated: cst.Expr
     if name in STATEMENTS and isinstance(node, cst.Expr):
         return STATEMENTS[name](draft, call, cst.ensure_type(updated.value, cst.Call))
     made = script.original(call.func) in script.library.classes and isinstance(node, cst.Assign)
-    if made and (folder := logger_folder(draft)):
-        draft.make(draft.trackers, node)
-        return [code(updated), f"{draft.trackers} = [weft.monitoring.tensorboard({folder})]"]
+    if made and draft.script.is_fabric:
+        trackers, policy = tracker_lines(draft, call), policy_line(draft)
+        lines = [code(updated)]
+        if policy:
+            draft.policy = script.fresh("policy")
+            draft.make(draft.policy, node)
+            lines.append(f"{draft.policy} = {policy}")
+        if trackers:
+            draft.make(draft.trackers, node)
+        return [*lines, *trackers] if len(lines) + len(trackers) > 1 else None
     if name in ("free_memory", "clear") and isinstance(node, cst.Assign) and len(node.targets) == 1:
         return [f"{' = '.join(map(code, elements(node.targets[0].target)))} = None", "gc.collect()"]
-    if script.original(call.func) in script.library.makers and isinstance(node, cst.Assign):
+    if call in script.taken and isinstance(node, cst.Assign):
         return []
     if isinstance(call.func, cst.Attribute) and draft.prepared.get(dotted(call.func.value)) == "scheduler":
         return _step_scheduler(draft, call, cst.ensure_type(updated.value, cst.Call))
@@ -108,7 +115,7 @@ def _start_trackers(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> li
     passed = _options_of(more, kind)
     if name is None:
         raise Left
-    run, folder, ctx = code(name), draft.setting("project_dir"), draft.context_of(call)
+    run, folder, ctx = code(name), draft.setting("logging_dir") or draft.setting("project_dir"), draft.context_of(call)
     draft.make(draft.trackers, call)
     if kind == "wandb":
         configs = "" if config is None else f"config={code(config)}"

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+import weft
 from weft.testing import run_ranks
 from weft_migrate import translate
 
@@ -146,6 +147,94 @@ weft.log({"loss": 1.0}, 2, ctx, trackers)
 weft.log({"a": 1}, 3, ctx, trackers)
 """
     )
+
+
+_CHOICE = """\
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import FSDPStrategy
+import torch
+{}
+fabric = Fabric(strategy={})
+model, optimizer = fabric.setup(model, optimizer)
+"""
+_LINEAR = "FSDPStrategy(auto_wrap_policy={torch.nn.Linear})"
+
+
+def _chosen(before, strategy):
+    return translate(_CHOICE.replace("{}", before, 1).replace("={}", f"={strategy}"))
+
+
+@pytest.mark.parametrize(
+    ("before", "strategy", "head"),
+    [
+        ("", f"{_LINEAR} if sharded else 'ddp'", "if sharded:"),
+        (f"s = {_LINEAR} if sharded else 'ddp'", "s", 'if s == "FSDPStrategy":'),
+        (f"s = 'auto'\nif sharded:\n    s = {_LINEAR}", "s", 'if s == "FSDPStrategy":'),
+    ],
+)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_strategy_under_a_condition_keeps_the_condition(before, strategy, head, sharded):
+    found = _chosen(before, strategy)
+    assert found.left == 0 and "FSDPStrategy(" not in found.text and "lightning" not in found.text
+    assert found.text.endswith(f"""
+{head}
+    model, ctx = weft.fully_shard(model, ctx, units=torch.nn.Linear, rebind=optimizer)
+else:
+    model, ctx = weft.replicate(model, ctx)
+""")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "sharded": sharded}
+    exec(found.text, names)
+    assert ("fully_shard" in str(weft.explain(names["ctx"]))) == sharded
+    names["ctx"].close()
+
+
+@pytest.mark.parametrize(
+    ("before", "strategy", "makers"),
+    [
+        ("", "args.strategy", 0),
+        (f"def pick(name):\n    if name == 'fsdp':\n        return {_LINEAR}\n    return name", "pick(name)", 1),
+        (f"if a:\n    s = {_LINEAR}\nelse:\n    s = FSDPStrategy()", "s", 2),
+        (f"s = {_LINEAR}\ns.cpu_offload = offload", "s", 1),
+        ("", "'xla'", 0),
+    ],
+)
+def test_a_strategy_that_is_not_known_is_not_guessed(before, strategy, makers):
+    found = _chosen(before, strategy)
+    assert found.text.endswith("\nctx = weft.start()\nmodel, optimizer = fabric.setup(model, optimizer)\n")
+    assert found.left == 1 + makers
+    [hint] = [each.hint for each in found.findings if each.what == "fabric.setup(model, optimizer)"]
+    assert "rebind=optimizer)\nelse:\n    model, ctx = weft.replicate(model, ctx)" in hint
+    assert ("units=torch.nn.Linear" in hint) == bool(makers)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_precision_that_is_an_argument_is_a_policy_of_the_run(precision):
+    found = translate("""\
+from lightning.fabric import Fabric
+fabric = Fabric(precision=precision, accelerator=kind)
+model, optimizer = fabric.setup(model, optimizer)
+with fabric.autocast():
+    product = model.weight @ model.weight
+""")
+    assert found.left == 0 and 'ctx = weft.start(device="cpu" if kind == "cpu" else None)' in found.text
+    model = torch.nn.Linear(4, 4)
+    names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    exec(found.text, names | {"precision": precision, "kind": "cpu"}, names)
+    assert names["product"].dtype == (torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
+    names["ctx"].close()
+
+
+def test_names_of_loggers_are_kept_and_more_is_listed():
+    found = translate("""\
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
+logger = TensorBoardLogger(root_dir=out, name="image", version=3)
+fabric = Fabric(loggers=[logger, CSVLogger(out, name="logs")])
+""")
+    assert 'trackers = [weft.monitoring.tensorboard(os.path.join(out, "image")), ' in found.text
+    assert 'weft.monitoring.csv(os.path.join(out, "logs", "metrics.csv"))]\n' in found.text and found.left == 0
+    assert "TensorBoardLogger: version=3 is not taken over" in [each.hint for each in found.findings]
 
 
 # -- the page ----------------------------------------------------------------------------------------
