@@ -151,6 +151,7 @@ class Script:
     loops: list[AccumulateLoop] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     optimizers: set[str] = field(default_factory=set)  # as given to `prepare`
+    wrapped: dict[str, str] = field(default_factory=dict)  # names of what the library returns, and their roles
     evaluated: set[str] = field(default_factory=set)  # loaders whose batches are gathered
 
     def line(self, node: cst.CSTNode) -> int:
@@ -204,6 +205,13 @@ class Script:
     def method(self, node: cst.CSTNode | None) -> str | None:
         """The name of an attribute of an accelerator."""
         return node.attr.value if isinstance(node, cst.Attribute) and dotted(node.value) in self.holders else None
+
+    def of_wrapped(self, node: cst.CSTNode | None) -> tuple[str, str] | None:
+        """What only objects of the library have: the name of such an object, and the text for it in weft."""
+        text = dotted(node)
+        found = [(name, f"{role}.{text[len(name) + 1 :]}") for name, role in self.wrapped.items()]
+        fits = (pair for pair in found if text.startswith(f"{pair[0]}.") and pair[1] in self.library.wrapped)
+        return next(((name, self.library.wrapped[key]) for name, key in fits), None)
 
     def calls(self, *names: str) -> Iterator[cst.Call]:
         """All calls of methods of an accelerator."""
@@ -340,6 +348,12 @@ def _settings(script: Script) -> None:
     parents = script.parents
     names = [n for n in parents if named(n) and not is_part(n, parents[n])]
     read = {code(n) for n in names if not isinstance(parents[n], cst.AssignTarget)}
+    loggers = [
+        name
+        for name in read & set(script.assigned)
+        if name and script.made(script.assigned[name][0].value)[0].endswith("Logger")
+    ]
+    script.wrapped |= dict.fromkeys(loggers, "logger")
     for setting in [each for call in script.constructors for each in _own(script, call).values()]:
         _take(script, setting)
     for name in set(script.assigned) - read:
@@ -352,6 +366,9 @@ def _settings(script: Script) -> None:
             script.settings["gradient_accumulation_steps"] = node.value
             script.late.add(node)
     for call in script.prepares():
+        whole = script.parents[call]
+        bound_to = elements(targets(whole)[0]) if isinstance(whole, cst.Assign) else []
+        script.wrapped |= {named(name): role or "" for name, role in zip(bound_to, script.roles(call), strict=False)}
         pairs = zip(given(call).args, script.roles(call), strict=True)
         script.optimizers |= {dotted(each) for each, role in pairs if role == "optimizer" and dotted(each)}
 

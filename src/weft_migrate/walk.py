@@ -98,6 +98,8 @@ class Walk(cst.CSTTransformer):
         name, parent = script.method(node), script.parents[node]
         if dotted(node) in script.holders:
             return draft.context(node)
+        if (found := script.of_wrapped(node)) and found[1]:
+            return found[1].format(found[0])
         if node.attr.value == "no_sync" and draft.prepared.get(dotted(node.value)) == "model":
             return f"functools.partial(weft.contract.no_sync, {dotted(node.value)}, {draft.ctx})"
         if script.method(node.value) == "state" and (text := self._state(node)):
@@ -329,6 +331,10 @@ class Walk(cst.CSTTransformer):
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
         """`if accelerator.sync_gradients:` is gone where that is always true."""
         draft, body = self.draft, original_node.body
+        gone = isinstance(body, cst.IndentedBlock) and not any(draft.became[each] for each in body.body)
+        calls = [n for n in inside(original_node.test) if isinstance(n, cst.Call) and dotted(n.func) != "hasattr"]
+        if gone and not calls and not original_node.orelse:
+            return cst.RemoveFromParent()
         if self.script.method(original_node.test) != "sync_gradients":
             return updated_node
         known = isinstance(body, cst.IndentedBlock) and not original_node.orelse
