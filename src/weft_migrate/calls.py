@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import libcst as cst
 
-from weft_migrate.checkpoints import load_state, save_state
+from weft_migrate.checkpoints import lines_for_state, load_state, save_state
 from weft_migrate.draft import Left, ScriptDraft, literal
 from weft_migrate.script import code, dotted, given
 from weft_migrate.strategies import precision
@@ -30,8 +30,10 @@ def _backward(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
 
 def _autocast(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
     ctx = draft.context_of(node)
-    if node.args:
+    if node.args or (draft.policy and not draft.reaches(draft.policy, node)):
         raise Left
+    if draft.policy:
+        return f"weft.precision.autocast({draft.policy}, {ctx})"
     setting = draft.setting("mixed_precision")
     if setting is not None and not isinstance(setting, cst.SimpleString) and dotted(setting) != "None":
         wish = code(setting)
@@ -40,6 +42,45 @@ def _autocast(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
     policy = str(literal(cst.parse_expression(precision(draft)[0] or '""')) if setting is None else literal(setting))
     kind = _DTYPES.get(policy.removesuffix("-true"))
     return f"torch.autocast({ctx}.device.type, {kind})" if kind else "contextlib.nullcontext()"
+
+
+def _all_gather(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
+    args, keywords, spread = given(updated)
+    data = args[0] if args else keywords.get("data")
+    if data is None or spread or len(args) + len(keywords) > 1:
+        raise Left
+    draft.check(node, "a new first dimension, of ranks; for rows of a batch: weft.gather(x, ctx)")
+    return f"weft.gather({_stacked(draft, data, node.args[0].value)}, {draft.context_of(node)})"
+
+
+def _stacked(draft: ScriptDraft, data: cst.BaseExpression, original: cst.CSTNode) -> str:
+    """Values with a new first dimension, also those in a tuple, list or dict."""
+    kind = draft.script.value(original)
+    if isinstance(data, (cst.Tuple, cst.List)):
+        parts = ", ".join(_stacked(draft, each.value, each.value) for each in data.elements)
+        return (
+            f"[{parts}]" if isinstance(data, cst.List) else f"({parts},)" if len(data.elements) == 1 else f"({parts})"
+        )
+    if isinstance(data, cst.Dict):
+        pairs = [each for each in data.elements if isinstance(each, cst.DictElement)]
+        return f"{{{', '.join(f'{code(each.key)}: {_stacked(draft, each.value, each.value)}' for each in pairs)}}}"
+    if isinstance(kind, cst.Dict):
+        return f"{{name: value[None] for name, value in {code(data)}.items()}}"
+    if isinstance(kind, (cst.Tuple, cst.List)):
+        return f"[value[None] for value in {code(data)}]"
+    simple = isinstance(data, (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
+    return f"{code(data)}[None]" if simple else f"({code(data)})[None]"
+
+
+def _load(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
+    raise Left(otherwise=lines_for_state(draft, node))
+
+
+def _init_module(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
+    """Values are made as usual, on the device; with `empty_init=True`, they come from a checkpoint."""
+    if len(node.args) > 1 or dotted(node.args[0].value) not in ("False", "None"):
+        raise Left
+    return f"torch.device({draft.context_of(node)}.device)"
 
 
 def _skip(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
@@ -84,6 +125,9 @@ CALLS: Mapping[str, Callable[[ScriptDraft, cst.Call, cst.Call], str]] = MappingP
     {
         "backward": _backward,
         "autocast": _autocast,
+        "init_module": _init_module,
+        "all_gather": _all_gather,
+        "load": _load,
         "save_state": save_state,
         "load_state": load_state,
         "skip_first_batches": _skip,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from weft_migrate.draft import Left, ScriptDraft
-from weft_migrate.script import Expression, code, dotted, given, inside, targets
+from weft_migrate.script import Expression, code, dotted, given, inside, named, targets
 
 
 def is_place_of_state(draft: ScriptDraft, node: cst.CSTNode) -> bool:
@@ -25,7 +27,7 @@ def state_line(draft: ScriptDraft, node: cst.CSTNode, ctx: str) -> str:
     """`state, ctx = weft.checkpointable(...)` with all that was prepared and registered."""
     objects = {}
     for name, role in draft.prepared.items():
-        if role != "loader" or not any(word in name for word in ("eval", "val", "test")):
+        if role != "loader" or is_trained(name):
             objects[name.rpartition(".")[2]] = draft.windows.get(name, name)
     for call in draft.script.calls("register_for_checkpointing"):
         objects |= {dotted(each).rpartition(".")[2]: dotted(each) for each in given(call).args if dotted(each)}
@@ -35,6 +37,69 @@ def state_line(draft: ScriptDraft, node: cst.CSTNode, ctx: str) -> str:
     if len(pairs) > 2:
         arguments = "\n    {\n" + "".join(f"        {pair},\n" for pair in pairs) + f"    }},\n    {ctx},\n"
     return f"{draft.state}, {ctx} = weft.checkpointable({arguments})"
+
+
+def lines_for_state(draft: ScriptDraft, call: cst.Call) -> str:
+    """What to write for `fabric.save` and `fabric.load`: objects and numbers apart, under the names of the script."""
+    script, ctx, method = draft.script, draft.context_of(call), draft.script.method(call.func)
+    calls = sorted(script.calls("save", "load"), key=script.line)
+    found = [(each, *_path_and_state(each)) for each in calls]
+    objects: dict[str, str] = {}
+    numbers: dict[str, str] = {}
+    for _, _, state in found:
+        made = script.value(state) if state else None
+        for pair in made.elements if isinstance(made, cst.Dict) else ():
+            is_object = named(pair.value) and (named(pair.value) in script.wrapped or script.role(pair.value))
+            if isinstance(pair, cst.DictElement):
+                (objects if is_object else numbers)[code(pair.key)] = code(pair.value)
+    path = next((code(each) for mine, each, _ in found if mine is call and each), "folder")
+    if not objects:
+        line = "state, ctx = weft.checkpointable({...}, ctx), after transforms"
+        return f"{line}; {'weft.restore(state' if method == 'load' else 'weft.save(state'}, {path}, {ctx})"
+    kept = {dotted(n.value) for n in script.parents if isinstance(n, cst.Subscript)}
+    names = [dotted(state) for _, _, state in found if dotted(state) and dotted(state) in kept]
+    progress = names[0] if names else script.fresh("progress")
+    loaders = {f'"{name}"': name for name, role in draft.prepared.items() if role == "loader" and is_trained(name)}
+    objects |= {name: value for name, value in loaders.items() if value not in objects.values()}
+    pairs = [f"{name}: {value}" for name, value in objects.items()]
+    texts = {name: "0" if _NAME.fullmatch(value) else value for name, value in numbers.items()}
+    texts = {name: f"dict({text})" if text.startswith("vars(") else text for name, text in texts.items()}  # filled
+    where = f"after the transforms, in place of {names[0]}:" if names else "after the transforms:"
+    lines = [where] if call is calls[0] else [f"with {draft.state} of line {script.line(calls[0])}:"]
+    if call is calls[0]:
+        lines += (
+            [f"    {progress} = {{{', '.join(f'{name}: {value}' for name, value in texts.items())}}}"]
+            if numbers
+            else []
+        )
+        pairs += [f'"progress": {progress}'] if numbers else []
+        lines += [f"    {draft.state}, {ctx} = weft.checkpointable({{{', '.join(pairs)}}}, {ctx})", "here:"]
+    moved = {name: value for name, value in numbers.items() if _NAME.fullmatch(value)}
+    if method == "load":
+        lines += [f"    weft.restore({draft.state}, {path}, {ctx})"]
+        lines += [f"    {value} = {progress}[{name}]" for name, value in moved.items()]
+        if not isinstance(script.parents[call], cst.Expr):
+            lines.append(f"fabric.load returned what its dict has not; here, that is in {progress}")
+        return "\n".join(lines)
+    lines += [f"    {progress}[{name}] = {value}" for name, value in moved.items()]
+    step = next((name for word in ("step", "iter", "epoch") for name in numbers if word in name), "")
+    number = moved.get(step, f"{progress}[{step}]" if step else "step")
+    lines += [f"    weft.save({draft.state}, {path}, {number}, {ctx})  # the number grows; fresh=True begins anew"]
+    return "\n".join(lines)
+
+
+def _path_and_state(call: cst.Call) -> tuple[Expression | None, Expression | None]:
+    args, keywords, _ = given(call)
+    found = dict(zip(("path", "state"), args, strict=False)) | keywords
+    return found.get("path"), found.get("state")
+
+
+def is_trained(loader: str) -> bool:
+    """Whether the place in a loader belongs to the state."""
+    return not any(word in loader for word in ("eval", "val", "test"))
+
+
+_NAME = re.compile(r"[^\W\d]\w*")
 
 
 def register(draft: ScriptDraft, call: cst.Call, _updated: cst.Call) -> list[str]:

@@ -61,6 +61,9 @@ class ScriptDraft:
     findings: list[Finding] = field(default_factory=list)
     imports: set[str] = field(default_factory=set)
     windows: dict[str, str] = field(default_factory=dict)  # of loaders
+    policy: str = ""  # the variable of a precision that is known when the program runs
+    labels: dict[cst.CSTNode, str] = field(default_factory=dict)  # what calls that make strategies become
+    stayed: list[cst.CSTNode] = field(default_factory=list)  # the code that was left
     looped: list[AccumulateLoop] = field(default_factory=list)  # the loops that are translated
     prepared: dict[str, str] = field(default_factory=dict)  # names and their roles
     lengths: dict[str, str] = field(default_factory=dict)  # loaders, and the names of their lengths
@@ -72,6 +75,7 @@ class ScriptDraft:
 
     def left(self, node: cst.CSTNode, hint: str) -> None:
         """Say that a piece of code was left alone."""
+        self.stayed.append(node)
         self._say(node, hint, left=True)
 
     def check(self, node: cst.CSTNode, hint: str) -> None:
@@ -164,7 +168,7 @@ class ScriptDraft:
     def handler(self, kind: str) -> dict[str, Expression]:
         """The arguments of the object of one kind in `kwargs_handlers`; none if there is no such."""
         handlers = self.script.settings.get("kwargs_handlers")
-        found = dict(map(self.script.made, elements(self.script.values.get(dotted(handlers), handlers))))
+        found = dict(map(self.script.made, elements(handlers and self.script.value(handlers))))
         return found[kind].keywords if kind in found else {}
 
     def setting_at(self, name: str, node: cst.CSTNode, default: str) -> str | None:
@@ -181,12 +185,12 @@ class ScriptDraft:
         value = self.setting(name)
         if value is None:
             return default if self.script.are_known else None
-        if self._reaches(value, node):
+        if self.sees(value, node):
             return _text(name, value)
         around = [each for each in self.script.above(node) if isinstance(each, cst.FunctionDef)]
         return name if around and self._add_parameter(around[-1], name, value) else None
 
-    def _reaches(self, value: Expression, node: cst.CSTNode) -> bool:
+    def sees(self, value: Expression, node: cst.CSTNode) -> bool:
         """Whether the names in an argument of the accelerator mean the same where a node stands."""
         script = self.script
         here = {None, script.scope(node), *script.above(node)}
@@ -207,7 +211,7 @@ class ScriptDraft:
         if not plain or not isinstance(has.star_arg, cst.MaybeSentinel):
             return False
         for call, use in zip(calls, uses, strict=True):
-            if not (isinstance(call, cst.Call) and call.func is use and call.args and self._reaches(value, call)):
+            if not (isinstance(call, cst.Call) and call.func is use and call.args and self.sees(value, call)):
                 return False
         self.parameters.setdefault(function, {})[name] = None
         for call in calls:

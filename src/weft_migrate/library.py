@@ -42,6 +42,9 @@ class LibraryRows(NamedTuple):
         remarks: What is different about what was translated.
         plugins: Arguments of plugins and strategies, and their names in a configuration file; "" for those that are
             about memory, speed or files of the library alone.
+        wrapped: What only objects of the library have, as "role.attribute", and the text for `{}`, the object; "" for
+            a call that is removed.
+        passed: The arguments that are taken over of calls that make settings, for those that are not strategies.
         held: Settings that are an argument of another one, as "setting.argument".
         precisions: Names of a precision, and the policies of weft.
     """
@@ -61,6 +64,8 @@ class LibraryRows(NamedTuple):
     hints: Mapping[str, str]
     remarks: Mapping[str, str]
     plugins: Mapping[str, str]
+    wrapped: Mapping[str, str]
+    passed: Mapping[str, Sequence[str]]
     held: Mapping[str, str] = MappingProxyType({})
     precisions: Mapping[str, str] = MappingProxyType({})
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import libcst as cst
 
 from weft_migrate.checkpoints import is_place_of_state, state_line
 from weft_migrate.draft import Left, ScriptDraft, literal
 from weft_migrate.script import Expression, code, dotted, elements, given, inside, named
-from weft_migrate.strategies import model_lines, strategy
+from weft_migrate.strategies import MODEL_MAKERS, always, lost, model_lines
 
 
 def construct(draft: ScriptDraft, call: cst.Call) -> str:
@@ -25,7 +28,7 @@ def construct(draft: ScriptDraft, call: cst.Call) -> str:
             draft.check(call, f'{name}: not a literal, so not taken over; weft.shard_data(loader, ctx, mode="{mode}")')
     limits = draft.handler("InitProcessGroupKwargs")
     options += [f"timeout_s=({code(limits['timeout'])}).total_seconds()"] if set(limits) == {"timeout"} else []
-    options += [each.options for each in strategy(draft) if each.name == "start"]
+    options += [each.options for each in always(draft) if each.name == "start"]
     return f"weft.start({', '.join(options)})"
 
 
@@ -36,22 +39,60 @@ def _option(draft: ScriptDraft, call: cst.Call, name: str, value: Expression) ->
     if name == "cpu" and code(value) != "False":
         return 'device="cpu"' + (f" if {code(value)} else None" if code(value) != "True" else "")
     if name == "accelerator":
-        return 'device="cpu"' if literal(value) == "cpu" else ""
-    if name in ("strategy", "precision") and not (isinstance(value, _LITERAL) or script.made(value)[0]):
-        draft.check(call, f"{name}: {code(value)} is no literal, so not taken over")
-    elif hint and dotted(value) != "None" and script.made(value)[0] not in script.library.makers:
+        text = code(value)
+        known = isinstance(value, cst.SimpleString)
+        return (
+            ('device="cpu"' if literal(value) == "cpu" else "")
+            if known
+            else f'device="cpu" if {text} == "cpu" else None'
+        )
+    parts = list(map(script.value, elements(script.value(value))))
+    makers = [each for each in script.choices(value) if script.made(each)[0] in script.library.makers]
+    for kind, made in map(script.made, parts):
+        if kind not in MODEL_MAKERS:
+            lost(draft, call, kind, made)
+    if name in script.uncertain and name not in _OF_MODELS | {"log_with", "project_dir", "cpu"}:
+        draft.check(call, f"{name}: not the same in every {script.library.classes[0]}(...); the last one was taken")
+    elif (makers and not script.taken.intersection(makers) and name not in _OF_MODELS) or dotted(
+        value
+    ) in script.changed:
+        draft.check(call, f"{name}: {code(value)} is made under a condition, or changed later, so not taken over")
+    elif hint and dotted(value) != "None" and not any(each in script.taken for each in parts) and not makers:
         draft.check(call, f"{name}: {hint}")
     return ""
 
 
-def logger_folder(draft: ScriptDraft) -> str | None:
-    """Where the logger of Fabric writes, as text; None if it is not one for TensorBoard."""
-    kind, arguments = draft.script.made(draft.script.settings.get("loggers"))
-    folder = next(iter(arguments.args), arguments.keywords.get("root_dir"))
-    return code(folder) if kind == "TensorBoardLogger" and folder is not None else None
+def tracker_lines(draft: ScriptDraft, call: cst.Call) -> list[str]:
+    """The loggers of Fabric as a list of trackers; none if one of them is of another kind."""
+    script, texts = draft.script, list[str]()
+    given_value = script.settings.get("loggers")
+    for each in elements(given_value and script.value(given_value)):
+        kind, arguments = script.made(each)
+        found = dict(zip(("root_dir", "name"), arguments.args, strict=False)) | arguments.keywords
+        if kind not in _TRACKERS or "root_dir" not in found:
+            return []
+        place = ", ".join([code(found["root_dir"]), *([code(found["name"])] if "name" in found else [])])
+        file = f", {_TRACKERS[kind][1]}" if _TRACKERS[kind][1] else ""
+        joined = f"os.path.join({place}{file})" if "name" in found or file else place
+        texts.append(f"weft.monitoring.{_TRACKERS[kind][0]}({joined})")
+        draft.check(call, f"{kind}: no folders version_0, version_1, ...; in one that is used, rows are added")
+    return [f"{draft.trackers} = [{', '.join(texts)}]"] if texts else []
+
+
+def policy_line(draft: ScriptDraft) -> str:
+    """A precision of Fabric that is known when the program runs, as a policy; empty if it is a literal."""
+    value = draft.script.settings.get("precision")
+    if not draft.script.is_fabric or value is None or isinstance(value, _LITERAL) or dotted(value) == "None":
+        return ""
+    names = [f'"{name}": "{policy}"' for name, policy in draft.script.library.precisions.items() if "-" in name]
+    return f"{{{', '.join(names)}}}[{code(value)}]"
 
 
 _LITERAL = (cst.SimpleString, cst.Integer)
+_OF_MODELS = frozenset({"strategy", "fsdp_plugin", "deepspeed_plugin"})
+_TRACKERS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {"TensorBoardLogger": ("tensorboard", ""), "CSVLogger": ("csv", '"metrics.csv"')}
+)
 
 
 def prepare(draft: ScriptDraft, node: cst.Assign, call: cst.Call) -> list[str]:

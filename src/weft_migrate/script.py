@@ -144,9 +144,14 @@ class Script:
     are_known: bool = True  # whether these are all
     late: set[cst.CSTNode] = field(default_factory=set)  # assignments that set them on an accelerator
     values: dict[str, Expression] = field(default_factory=dict)  # what names were assigned, the last one
+    assigned: dict[str, list[cst.Assign | cst.AnnAssign]] = field(default_factory=dict)  # all of them
+    changed: set[str] = field(default_factory=set)  # names that also change in other ways
+    uncertain: set[str] = field(default_factory=set)  # settings that only some constructors, or some runs, have
+    taken: set[cst.CSTNode] = field(default_factory=set)  # calls whose results are settings, in every run
     loops: list[AccumulateLoop] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     optimizers: set[str] = field(default_factory=set)  # as given to `prepare`
+    wrapped: dict[str, str] = field(default_factory=dict)  # names of what the library returns, and their roles
     evaluated: set[str] = field(default_factory=set)  # loaders whose batches are gathered
 
     def line(self, node: cst.CSTNode) -> int:
@@ -165,14 +170,48 @@ class Script:
             return self.imported[text]
         return text.rpartition(".")[2] if first in self.modules and rest else None
 
+    def _assignments(self, node: cst.CSTNode) -> list[cst.Assign | cst.AnnAssign]:
+        """Those to a variable: in the function around a node, if there are any, or else all."""
+        found = self.assigned.get(dotted(node), [])
+        return [each for each in found if self.scope(each) is self.scope(node)] or found
+
+    def value(self, node: cst.CSTNode) -> cst.CSTNode:
+        """What a variable is in every run: its only assignment, under no condition; else the node itself."""
+        name, found = dotted(node), self._assignments(node)
+        around = inside(*(each.params for each in self.above(node) if isinstance(each, cst.FunctionDef)))
+        is_parameter = any(isinstance(each, cst.Param) and each.name.value == name for each in around)
+        if len(found) != 1 or name in self.changed or is_parameter or found[0].value is None:
+            return node
+        place = self.parents[found[0]]
+        block = self.parents[place] if isinstance(place, cst.SimpleStatementLine) else place
+        kept = "." in name and isinstance(self.parents.get(block), cst.FunctionDef)  # self.plugin = ..., in __init__
+        return found[0].value if kept or isinstance(block, cst.Module) or block in self.above(node) else node
+
+    def choices(self, node: cst.CSTNode, seen: frozenset[str] = frozenset()) -> list[cst.CSTNode]:
+        """All values that an expression may have; what cannot be followed is one of them."""
+        name, value = dotted(node), self.value(node)
+        if isinstance(value, cst.IfExp):
+            return [*self.choices(value.body, seen), *self.choices(value.orelse, seen)]
+        found = [each.value for each in self._assignments(node) if each.value is not None]
+        if not found or name in seen or name in self.changed:
+            return [value]
+        return [each for one in found for each in self.choices(one, seen | {name})]
+
     def made(self, node: cst.CSTNode | None) -> tuple[str, Given]:
         """The name in the library, and the arguments, of the call that a value or a variable comes from."""
-        call = self.values.get(dotted(node), node)
+        call = node and self.value(node)
         return (self.original(call.func) or "" if isinstance(call, cst.Call) else ""), given(call)
 
     def method(self, node: cst.CSTNode | None) -> str | None:
         """The name of an attribute of an accelerator."""
         return node.attr.value if isinstance(node, cst.Attribute) and dotted(node.value) in self.holders else None
+
+    def of_wrapped(self, node: cst.CSTNode | None) -> tuple[str, str] | None:
+        """What only objects of the library have: the name of such an object, and the text for it in weft."""
+        text = dotted(node)
+        found = [(name, f"{role}.{text[len(name) + 1 :]}") for name, role in self.wrapped.items()]
+        fits = (pair for pair in found if text.startswith(f"{pair[0]}.") and pair[1] in self.library.wrapped)
+        return next(((name, self.library.wrapped[key]) for name, key in fits), None)
 
     def calls(self, *names: str) -> Iterator[cst.Call]:
         """All calls of methods of an accelerator."""
@@ -239,12 +278,7 @@ def find(tree: cst.Module, library: LibraryRows) -> Script:
         typed = parameter.annotation and script.original(parameter.annotation.annotation) in library.classes
         if typed or parameter.name.value == library.variable:
             script.holders.add(parameter.name.value)
-    assigned = [n for n in script.parents if isinstance(n, (cst.Assign, cst.AnnAssign)) and n.value is not None]
-    for node in assigned:
-        _holder(script, node)
-    for node in assigned:
-        if not (isinstance(node.value, cst.Call) and script.method(node.value.func) in library.prepares):
-            script.values |= {dotted(each): node.value for each in targets(node) if dotted(each) and node.value}
+    _assigned(script)
     _settings(script)
     blocks = [node for node in script.parents if isinstance(node, cst.With)]
     script.loops = [loop for node in blocks if (loop := _loop(script, node))]
@@ -252,6 +286,24 @@ def find(tree: cst.Module, library: LibraryRows) -> Script:
         around = next((each for each in script.above(call) if isinstance(each, cst.For)), None)
         script.evaluated |= {_loader_of(script, around.iter)} - {""} if around else set()
     return script
+
+
+def _assigned(script: Script) -> None:
+    assigned = [n for n in script.parents if isinstance(n, (cst.Assign, cst.AnnAssign)) and n.value is not None]
+    for node in assigned:
+        _holder(script, node)
+    for node in assigned:
+        made = isinstance(node.value, cst.Call) and script.method(node.value.func) in script.library.prepares
+        for name in () if made else filter(None, map(dotted, targets(node))):
+            script.values |= {name: node.value} if node.value else {}
+            script.assigned.setdefault(name, []).append(node)
+            script.changed.add(name.rpartition(".")[0])
+    for other in script.parents:
+        owner, _, method = dotted(other.func).rpartition(".") if isinstance(other, cst.Call) else ("", "", "")
+        script.changed |= {owner} if method in ("append", "extend", "insert", "update") else set()
+        if isinstance(other, (cst.AugAssign, cst.For, cst.NamedExpr)):
+            script.changed |= set(map(dotted, elements(other.target)))
+    script.changed.discard("")
 
 
 def _holder(script: Script, node: cst.Assign | cst.AnnAssign) -> None:
@@ -263,16 +315,50 @@ def _holder(script: Script, node: cst.Assign | cst.AnnAssign) -> None:
         script.holders |= {dotted(each) for each in targets(node) if dotted(each)}
 
 
+def _take(script: Script, setting: cst.CSTNode) -> None:
+    """Note the calls that make a setting, and what is given to them."""
+    for each in elements(script.value(setting)):
+        call = script.value(each)
+        if isinstance(call, cst.Call) and script.original(call.func) in script.library.makers:
+            script.taken.add(call)
+            for argument in call.args:
+                _take(script, argument.value)
+
+
+def _own(script: Script, call: cst.Call) -> dict[str, Expression]:
+    """The settings that a constructor gets."""
+    args, keywords, spread = given(call)
+    mine = dict(zip(script.library.positional, args, strict=False)) | keywords
+    for each in spread:
+        found = _spread(script, each)
+        mine |= found or {}
+        script.are_known &= found is not None
+    return mine
+
+
 def _settings(script: Script) -> None:
+    of_all: list[dict[str, Expression]] = []
     for call in script.constructors:
-        args, keywords, spread = given(call)
-        script.settings |= keywords
-        for each in spread:
-            found = _spread(script, each)
-            script.settings |= found or {}
-            script.are_known &= found is not None
-        for name, value in zip(script.library.positional, args, strict=False):
-            script.settings.setdefault(name, value)
+        mine = _own(script, call)
+        script.settings |= mine
+        of_all += [mine] if script.original(call.func) == script.library.classes[0] else []
+    for name in script.settings:
+        texts = {code(script.value(each[name])) if name in each else "" for each in of_all}
+        script.uncertain |= {name} if len(texts) > 1 else set()
+    parents = script.parents
+    names = [n for n in parents if named(n) and not is_part(n, parents[n])]
+    read = {code(n) for n in names if not isinstance(parents[n], cst.AssignTarget)}
+    loggers = [
+        name
+        for name in read & set(script.assigned)
+        if name and script.made(script.assigned[name][0].value)[0].endswith("Logger")
+    ]
+    script.wrapped |= dict.fromkeys(loggers, "logger")
+    for setting in [each for call in script.constructors for each in _own(script, call).values()]:
+        _take(script, setting)
+    for name in set(script.assigned) - read:
+        for each in script.assigned[name]:
+            _take(script, each.value or each)
     where = {script.scope(call) for call in script.prepares()}
     assigned = [node for node in script.parents if isinstance(node, cst.Assign) and script.scope(node) in where]
     for node in assigned:
@@ -280,6 +366,9 @@ def _settings(script: Script) -> None:
             script.settings["gradient_accumulation_steps"] = node.value
             script.late.add(node)
     for call in script.prepares():
+        whole = script.parents[call]
+        bound_to = elements(targets(whole)[0]) if isinstance(whole, cst.Assign) else []
+        script.wrapped |= {named(name): role or "" for name, role in zip(bound_to, script.roles(call), strict=False)}
         pairs = zip(given(call).args, script.roles(call), strict=True)
         script.optimizers |= {dotted(each) for each, role in pairs if role == "optimizer" and dotted(each)}
 
@@ -297,6 +386,10 @@ def _spread(script: Script, value: Expression) -> dict[str, Expression] | None:
         index = parent.slice[0].slice if isinstance(parent, cst.Subscript) else None
         if isinstance(whole, cst.Assign) and isinstance(index, cst.Index):
             pairs.append((index.value, whole.value))
+            made_at = set(script.above(value))
+            under = [each for each in script.above(whole) if isinstance(each, (cst.If, cst.For, cst.While, cst.Try))]
+            if isinstance(index.value, cst.SimpleString) and not made_at.issuperset(under):
+                script.uncertain.add(str(index.value.evaluated_value))
         elif not isinstance(parent, (cst.Arg, cst.AssignTarget)) or (isinstance(parent, cst.Arg) and not parent.star):
             return None  # it may be changed there
     keys = [key.evaluated_value if isinstance(key, cst.SimpleString) else None for key, _ in pairs]

@@ -7,9 +7,9 @@ from types import MappingProxyType
 
 import libcst as cst
 
-from weft_migrate.checkpoints import register
+from weft_migrate.checkpoints import lines_for_state, register
 from weft_migrate.draft import Left, ScriptDraft, literal
-from weft_migrate.prepare import logger_folder, prepare
+from weft_migrate.prepare import policy_line, prepare, tracker_lines
 from weft_migrate.script import code, dotted, elements, given
 
 
@@ -24,19 +24,33 @@ def statement(draft: ScriptDraft, node: cst.Expr | cst.Assign, updated: cst.Expr
     name = script.method(call.func) or ""
     if name in script.library.prepares and isinstance(node, cst.Assign):
         return prepare(draft, node, call)
+    if isinstance(node, cst.Expr) and _is_gone(draft, call):
+        return []
     if name in STATEMENTS and isinstance(node, cst.Expr):
         return STATEMENTS[name](draft, call, cst.ensure_type(updated.value, cst.Call))
     made = script.original(call.func) in script.library.classes and isinstance(node, cst.Assign)
-    if made and (folder := logger_folder(draft)):
-        draft.make(draft.trackers, node)
-        return [code(updated), f"{draft.trackers} = [weft.monitoring.tensorboard({folder})]"]
+    if made and draft.script.is_fabric:
+        trackers, policy = tracker_lines(draft, call), policy_line(draft)
+        draft.policy = script.fresh("policy") if policy else ""
+        for name in [draft.policy] * bool(policy) + [draft.trackers] * bool(trackers):
+            draft.make(name, node)
+        more = [f"{draft.policy} = {policy}"] * bool(policy) + trackers
+        return [code(updated), *more] if more else None
     if name in ("free_memory", "clear") and isinstance(node, cst.Assign) and len(node.targets) == 1:
         return [f"{' = '.join(map(code, elements(node.targets[0].target)))} = None", "gc.collect()"]
-    if script.original(call.func) in script.library.makers and isinstance(node, cst.Assign):
+    if call in script.taken and isinstance(node, cst.Assign):
         return []
     if isinstance(call.func, cst.Attribute) and draft.prepared.get(dotted(call.func.value)) == "scheduler":
         return _step_scheduler(draft, call, cst.ensure_type(updated.value, cst.Call))
     return None
+
+
+def _is_gone(draft: ScriptDraft, call: cst.Call) -> bool:
+    """Whether a call is one of an object of the library that is not needed."""
+    found, name = draft.script.of_wrapped(call.func), dotted(call.func).rpartition(".")[2]
+    if found and not found[1] and name in draft.script.library.remarks:
+        draft.check(call, draft.script.library.remarks[name])
+    return bool(found and not found[1])
 
 
 def is_whole(draft: ScriptDraft, node: cst.CSTNode, name: str) -> bool:
@@ -65,7 +79,7 @@ def _save(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> list[str]:
     if draft.script.is_fabric:  # the path comes first there
         args = [*args, *(keywords[each] for each in ("path", "state") if each in keywords)][::-1]
         if len(args) != 2 or not (isinstance(args[0], cst.Call) and code(args[0].func).endswith(".state_dict")):
-            raise Left
+            raise Left(otherwise=lines_for_state(draft, call))
     arguments = ", ".join(map(code, args))
     return [f"if {draft.context_of(call)}.is_main:", f"    torch.save({arguments})"]
 
@@ -108,7 +122,7 @@ def _start_trackers(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> li
     passed = _options_of(more, kind)
     if name is None:
         raise Left
-    run, folder, ctx = code(name), draft.setting("project_dir"), draft.context_of(call)
+    run, folder, ctx = code(name), draft.setting("logging_dir") or draft.setting("project_dir"), draft.context_of(call)
     draft.make(draft.trackers, call)
     if kind == "wandb":
         configs = "" if config is None else f"config={code(config)}"

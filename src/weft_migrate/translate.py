@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from weft_migrate.draft import Finding, ScriptDraft
 from weft_migrate.library import read_library
-from weft_migrate.script import Script, aliases_of, bound, dotted, find, variables
+from weft_migrate.script import Script, aliases_of, bound, code, dotted, find, inside, is_part, targets, variables
 from weft_migrate.walk import Walk
 
 LIBRARIES = tuple(map(read_library, ("accelerate", "fabric")))
@@ -58,17 +58,20 @@ def translate(source: str, config: Mapping[str, Any] = MappingProxyType({})) -> 
     compile(source, "script", "exec", dont_inherit=True)
     tree = cst.parse_module(source)
     scripts = [find(tree, library) for library in LIBRARIES]
-    uses, script = max(((_uses(each), each) for each in scripts), key=lambda each: each[0])
-    if not uses:
+    script = max(scripts, key=_uses)
+    if not _uses(script):
         return Translation(source, [], 0, 0, script.library.name)
     ctx, state, trackers, window = map(script.fresh, ("ctx", "state", "trackers", "window"))
     draft = ScriptDraft(script, config, ctx, state, trackers, window)
     walk = Walk(draft)
     walk.find_parameters()
     new = tree.visit(walk)
+    uses = {node for node in script.parents if _is_use(script, node)}
+    _list_rest(draft, new)
+    rest = {each for each in draft.stayed if uses.isdisjoint([*inside(each), *script.above(each)])}
     new = new.visit(_Imports(script, variables(new), draft.imports - _imported(tree)))
     findings = sorted(set(draft.findings))
-    return Translation(new.code, findings, uses, sum(each.left for each in findings), script.library.name)
+    return Translation(new.code, findings, len(uses | rest), sum(each.left for each in findings), script.library.name)
 
 
 def _uses(script: Script) -> int:
@@ -81,7 +84,51 @@ def _is_use(script: Script, node: cst.CSTNode) -> bool:
         return True
     if isinstance(node, cst.Assign) and dotted(node.value) in script.imported:
         return True
-    return script.method(node) is not None
+    return script.method(node) is not None or script.of_wrapped(node) is not None
+
+
+def _list_rest(draft: ScriptDraft, new: cst.Module) -> None:
+    """List what still has names of the library, or of variables that are gone, and arguments that nothing reads."""
+    script = draft.script
+    made = {name for n in inside(new) if isinstance(n, (cst.Assign, cst.AnnAssign)) for name in map(dotted, targets(n))}
+    made |= {n.name.value for n in inside(new) if isinstance(n, (cst.FunctionDef, cst.ClassDef))}
+    names = {*script.imported, *script.modules, *(set(script.assigned) - made)}
+    stayed = set(inside(*draft.stayed))
+    for line, became in draft.became.items():
+        now = {name for each in became for part in _head(each) for name in variables(part)}
+        for node in [n for part in _head(line) for n in inside(part) if isinstance(n, cst.Name)]:
+            is_name = node.value in names & now and not is_part(node, script.parents[node]) and node not in stayed
+            if is_name and not _binds(script, node):
+                whole, last = _whole(script, node)
+                name = script.imported.get(last, last)
+                draft.left(whole, draft.hint(name, f"{name} is not there without {script.library.name}"))
+    read = {dotted(n) for n in inside(new) if isinstance(n, cst.Attribute)}
+    roots = {*script.assigned, *(n.name.value for n in script.parents if isinstance(n, cst.Param))}
+    roots -= script.holders | set(script.wrapped)
+    for argument in [n.value for n in script.parents if isinstance(n, cst.Arg) and isinstance(n.value, cst.Attribute)]:
+        if dotted(argument.value) in roots and dotted(argument) not in read:
+            draft.check(argument, "nothing reads it any more")
+
+
+def _head(line: cst.CSTNode) -> list[cst.CSTNode]:
+    """A statement without the statements in it."""
+    if isinstance(line, cst.SimpleStatementLine):
+        return [each for each in line.body if not isinstance(each, (cst.Import, cst.ImportFrom))]
+    inner = (cst.IndentedBlock, cst.If, cst.Else, cst.Finally, cst.ExceptHandler)
+    return [each for each in line.children if not isinstance(each, inner)]
+
+
+def _binds(script: Script, node: cst.CSTNode) -> bool:
+    return isinstance(script.parents[node], (cst.AssignTarget, cst.Param))
+
+
+def _whole(script: Script, node: cst.CSTNode) -> tuple[cst.CSTNode, str]:
+    """The attributes and the call that a name begins, and the last of the names."""
+    last = code(node)
+    while isinstance(parent := script.parents[node], (cst.Attribute, cst.Call)) and parent.children[0] is node:
+        last = parent.attr.value if isinstance(parent, cst.Attribute) else last
+        node = parent
+    return node, last
 
 
 def _imported(tree: cst.Module) -> set[str]:

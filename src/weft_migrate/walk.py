@@ -13,13 +13,21 @@ from weft_migrate.calls import CALLS
 from weft_migrate.draft import Left, ScriptDraft
 from weft_migrate.loops import is_after_backward, split_loop
 from weft_migrate.prepare import construct
-from weft_migrate.script import code, dotted, given, inside, is_part, targets
+from weft_migrate.script import code, dotted, given, inside, is_part
 from weft_migrate.statements import STATEMENTS, is_whole, statement
-from weft_migrate.strategies import strategy
+from weft_migrate.strategies import MODEL_MAKERS, always, labels, strategies
 
 _DEFAULTS = MappingProxyType({"mixed_precision": '"no"', "gradient_accumulation_steps": "1"})
 _BINDING = (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation, cst.BooleanOperation)
 _KINDS = MappingProxyType({"FSDP": "fully_shard", "DEEPSPEED": "zero_partition"})
+
+
+def _of_maker(draft: ScriptDraft, name: str) -> str:
+    """What to do about a call that may or may not make a setting, in a function or under a condition."""
+    models = [call for call in draft.script.prepares() if "model" in draft.script.roles(call)]
+    if name in MODEL_MAKERS:
+        return f"its lines are listed for line {draft.script.line(models[0])}" if models else "see the strategy"
+    return "made under a condition, or changed later: write what it sets into the call of weft"
 
 
 class Walk(cst.CSTTransformer):
@@ -29,6 +37,7 @@ class Walk(cst.CSTTransformer):
         super().__init__()
         self.draft, self.script = draft, draft.script
         draft.walk = self
+        draft.labels |= labels(draft)
 
     def find_parameters(self) -> None:
         """Find the functions that need a setting as an argument, before any of their calls is left."""
@@ -89,6 +98,8 @@ class Walk(cst.CSTTransformer):
         name, parent = script.method(node), script.parents[node]
         if dotted(node) in script.holders:
             return draft.context(node)
+        if (found := script.of_wrapped(node)) and found[1]:
+            return found[1].format(found[0])
         if node.attr.value == "no_sync" and draft.prepared.get(dotted(node.value)) == "model":
             return f"functools.partial(weft.contract.no_sync, {dotted(node.value)}, {draft.ctx})"
         if script.method(node.value) == "state" and (text := self._state(node)):
@@ -188,8 +199,9 @@ class Walk(cst.CSTTransformer):
         kind = dotted(first.comparator).rpartition(".")[2]
         texts = {"XLA": f'{ctx}.device.type == "xla"', "TPU": f'{ctx}.device.type == "xla"'}
         texts["NO"] = f"{ctx}.world_size == 1"
-        if script.are_known and kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-            texts[kind] = str(any(call.name == _KINDS.get(kind) for call in strategy(self.draft)))
+        known = strategies(self.draft)
+        if script.are_known and known and len(known) == 1 and kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+            texts[kind] = str(any(call.name == _KINDS.get(kind) for call in always(self.draft)))
         equal = isinstance(first.operator, (cst.Equal, cst.Is))
         if kind not in texts or others or not (equal or isinstance(first.operator, (cst.NotEqual, cst.IsNot))):
             self.draft.left(left, self.draft.hint("distributed_type"))
@@ -204,6 +216,8 @@ class Walk(cst.CSTTransformer):
         node, updated = original_node, self._with_arguments(original_node, updated_node)
         draft, script = self.draft, self.script
         method, imported = script.method(node.func), script.original(node.func)
+        if node in draft.labels:
+            return cst.parse_expression(draft.labels[node])
         if method is None and imported is None:
             return self._other_call(node, updated)
         if self._is_part_of_more(node, method, imported):
@@ -212,6 +226,8 @@ class Walk(cst.CSTTransformer):
         try:
             if imported in script.library.classes:
                 text = construct(draft, node)
+            elif imported in script.library.makers:
+                raise Left(otherwise=_of_maker(draft, name))
             elif name in CALLS and (node.args or name in ("autocast", "profile")):
                 text = CALLS[name](draft, node, updated)
             else:
@@ -232,13 +248,7 @@ class Walk(cst.CSTTransformer):
             return isinstance(script.parents[node], cst.Assign)
         if method == "accumulate":
             return any(loop.block in script.above(node) for loop in self.draft.looped)
-        if imported not in script.library.makers:
-            return False
-        names = {dotted(value) for call in script.constructors for value in given(call).keywords.values()}
-        names |= {name for name, value in script.values.items() if value is node}
-        whole = script.parents[node]
-        assigned = isinstance(whole, cst.Assign) and all(dotted(each) in names for each in targets(whole))
-        return assigned or any(node in inside(call) and node is not call for call in script.constructors)
+        return node in script.taken or any(node in inside(call) and node is not call for call in script.constructors)
 
     def _with_arguments(self, node: cst.Call, updated: cst.Call) -> cst.Call:
         """A call with the settings that a function needs now."""
@@ -321,6 +331,10 @@ class Walk(cst.CSTTransformer):
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
         """`if accelerator.sync_gradients:` is gone where that is always true."""
         draft, body = self.draft, original_node.body
+        gone = isinstance(body, cst.IndentedBlock) and not any(draft.became[each] for each in body.body)
+        calls = [n for n in inside(original_node.test) if isinstance(n, cst.Call) and dotted(n.func) != "hasattr"]
+        if gone and not calls and not original_node.orelse:
+            return cst.RemoveFromParent()
         if self.script.method(original_node.test) != "sync_gradients":
             return updated_node
         known = isinstance(body, cst.IndentedBlock) and not original_node.orelse

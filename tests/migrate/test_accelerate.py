@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import os
 import pathlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -417,6 +418,142 @@ def test_what_a_plugin_says_that_is_not_taken_over_is_listed():
     assert hints == [text]
 
 
+_FLAGS = """\
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+fsdp_plugin = None
+if fsdp:
+    fsdp_plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Linear"])
+deepspeed_plugin = DeepSpeedPlugin(zero_stage=2) if zero else None
+accelerator = Accelerator(fsdp_plugin=fsdp_plugin, deepspeed_plugin=deepspeed_plugin)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+"""
+
+
+@pytest.mark.parametrize(("fsdp", "zero"), [(True, False), (False, True), (False, False)])
+def test_plugins_under_conditions_keep_the_conditions(fsdp, zero):
+    found = translate(_FLAGS)
+    assert found.left == 0 and found.text.endswith("""\
+fsdp_plugin = None
+if fsdp:
+    fsdp_plugin = True
+deepspeed_plugin = True if zero else None
+ctx = weft.start()
+if fsdp_plugin:
+    model, ctx = weft.fully_shard(model, ctx, units="Linear", rebind=optimizer)
+elif deepspeed_plugin:
+    model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=2)
+else:
+    model, ctx = weft.replicate(model, ctx)
+loader, ctx = weft.shard_data(loader, ctx)
+""")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "fsdp": fsdp, "zero": zero}
+    exec(found.text, names | {"loader": torch.utils.data.DataLoader(torch.randn(8, 4))}, names)
+    text = str(weft.explain(names["ctx"]))
+    assert [each in text for each in ("fully_shard", "zero_partition")] == [fsdp, zero]
+    names["ctx"].close()
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "plugin = FullyShardedDataParallelPlugin() if a else make()\nA(fsdp_plugin=plugin)",
+        "plugin = FullyShardedDataParallelPlugin()\nplugin.auto_wrap_policy = policy\nA(fsdp_plugin=plugin)",
+        "if a:\n    A(fsdp_plugin=FullyShardedDataParallelPlugin())\nelse:\n    A()",
+        "options = {}\nif a:\n    options['fsdp_plugin'] = FullyShardedDataParallelPlugin()\nA(**options)",
+    ],
+)
+def test_a_plugin_that_is_not_known_is_not_guessed(before):
+    found = translate(
+        "from accelerate import Accelerator, FullyShardedDataParallelPlugin\n"
+        + before.replace("A(", "accelerator = Accelerator(")
+        + "\nmodel, loader = accelerator.prepare(model, loader)\n"
+    )
+    assert "model = accelerator.prepare(model)\nloader, ctx = weft.shard_data(loader, ctx)\n" in found.text
+    assert any("if ...:" in each.hint and each.left for each in found.findings)
+
+
+def test_arguments_that_are_not_taken_over_are_listed():
+    found = translate("""\
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+config = ProjectConfiguration(project_dir=out, logging_dir=logs, total_limit=3)
+loading = DataLoaderConfiguration(split_batches=True, data_seed=1)
+accelerator = Accelerator(log_with="tensorboard", project_config=config, dataloader_config=loading)
+accelerator.init_trackers("run")
+""")
+    assert 'trackers = [weft.monitoring.tensorboard(os.path.join(logs, "run"))]' in found.text
+    assert [each.hint for each in found.findings] == [
+        "DataLoaderConfiguration: data_seed=1 is not taken over",
+        "ProjectConfiguration: total_limit=3 is not taken over",
+    ]
+
+
+def test_settings_that_differ_between_constructors_are_listed():
+    found = translate("""\
+from accelerate import Accelerator
+if a:
+    accelerator = Accelerator(mixed_precision="bf16", log_with="all")
+else:
+    accelerator = Accelerator()
+""")
+    assert {each.hint for each in found.findings} == {
+        "mixed_precision: not the same in every Accelerator(...); the last one was taken"
+    }
+
+
+def test_what_only_wrapped_objects_have_is_translated():
+    text, found = _body("""\
+if hasattr(loader.sampler, "set_epoch"):
+    loader.sampler.set_epoch(1)
+skipped = optimizer.step_was_skipped
+torch.save(model.module.state_dict(), "f")
+""")
+    assert text == 'skipped = weft.was_skipped(optimizer)\ntorch.save(model.state_dict(), "f")\n'
+    assert found.left == 0
+
+
+def test_a_decorator_for_one_rank_runs_there_only():
+    found = translate("""\
+from accelerate import Accelerator
+accelerator = Accelerator()
+@accelerator.on_main_process
+def first(x):
+    return x
+@accelerator.on_last_process
+def last(x):
+    return x
+""")
+    assert found.left == 0
+
+    def results(ctx, text):
+        names = {"given": ctx}
+        exec(text.replace("weft.start()", "given"), names)
+        return names["first"](1), names["last"](2)
+
+    assert run_ranks(results, 2, found.text) == [(1, None), (None, 2)]
+
+
+def test_names_of_the_library_that_stay_are_listed():
+    found = translate("""\
+from accelerate import Accelerator
+from accelerate.utils import LoggerType, PrecisionType
+import accelerate
+args = parse()
+accelerator = Accelerator(log_with=args.tracker)
+kinds = [LoggerType.WANDB, accelerate.utils.operations]
+def f(kind: PrecisionType):
+    return kind
+""")
+    assert [(each.line, each.what) for each in found.findings if each.left] == [
+        (6, "LoggerType.WANDB"),
+        (6, "accelerate.utils.operations"),
+        (7, "PrecisionType"),
+    ]
+    assert (found.uses, found.left) == (4, 3)
+    assert [each.what for each in found.findings if each.hint == "nothing reads it any more"] == ["args.tracker"]
+
+
 def test_a_loader_whose_batches_are_gathered_counts_every_row_once():
     found = translate(
         "import torch\nfrom accelerate import Accelerator\naccelerator = Accelerator()\n"
@@ -550,9 +687,7 @@ def test_hints_name_what_is_there():
         names = {name for hint in hints for name in re.findall(r"\b(weft(?:\.\w+)+)", hint)}
         assert len(names) > 15
         for name in names:
-            value = weft
-            for part in name.split(".")[1:]:
-                value = getattr(value, part)
+            pkgutil.resolve_name(name)
 
 
 def _calls_in(hint):
@@ -597,7 +732,7 @@ def test_options_of_wandb_are_passed_on():
 
 # The others ask for the settings of other launchers, which are listed.
 @pytest.mark.parametrize(
-    ("name", "share"), [("test_checkpointing", 0.9), ("test_performance", 0.9), ("test_metrics", 0.85)]
+    ("name", "share"), [("test_checkpointing", 0.85), ("test_performance", 0.85), ("test_metrics", 0.8)]
 )
 def test_programs_of_accelerate_itself(name, share):
     accelerate = pytest.importorskip("accelerate")

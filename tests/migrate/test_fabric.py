@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+import weft
 from weft.testing import run_ranks
 from weft_migrate import translate
 
@@ -30,7 +31,15 @@ def _lines(text, settings=""):
         ("x = fabric.all_reduce(x)", 'x = weft.reduce(x, ctx, "mean")'),
         ("x = fabric.all_reduce(x, reduce_op='sum')", "x = weft.reduce(x, ctx, 'sum')"),
         ("x = fabric.all_gather(x)", "x = weft.gather(x[None], ctx)"),
+        ("x = fabric.all_gather((a, b + 1))", "x = weft.gather((a[None], (b + 1)[None]), ctx)"),
+        ("x = fabric.all_gather({'a': [b, c]})", "x = weft.gather({'a': [b[None], c[None]]}, ctx)"),
+        ("a = {}\nx = fabric.all_gather(a)", "x = weft.gather({name: value[None] for name, value in a.items()}, ctx)"),
         ("x = fabric.broadcast(x)", "x = weft.broadcast(x, ctx)"),
+        ("x = fabric.broadcast(x, src=1)", "x = weft.broadcast(x, ctx, source=1)"),
+        ("with fabric.init_module(empty_init=False): pass", "with torch.device(ctx.device): pass"),
+        ("if fabric.world_size > 1:\n    loader.sampler.set_epoch(1)\nx = 1", "x = 1"),
+        ("torch.save(model.module.state_dict(), 'f')", "torch.save(model.state_dict(), 'f')"),
+        ("model.mark_forward_method('score')\nx = 1", "x = 1"),
         ("fabric.barrier()", "weft.barrier(ctx)"),
         ("fabric.seed_everything(1)", "weft.rng.set_seed(1, ctx)"),
         ("with fabric.rank_zero_first(): pass", "with weft.main_first(ctx, local=False): pass"),
@@ -146,6 +155,166 @@ weft.log({"loss": 1.0}, 2, ctx, trackers)
 weft.log({"a": 1}, 3, ctx, trackers)
 """
     )
+
+
+_CHOICE = """\
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import FSDPStrategy
+import torch
+{}
+fabric = Fabric(strategy={})
+model, optimizer = fabric.setup(model, optimizer)
+"""
+_LINEAR = "FSDPStrategy(auto_wrap_policy={torch.nn.Linear})"
+
+
+def _chosen(before, strategy):
+    return translate(_CHOICE.replace("{}", before, 1).replace("={}", f"={strategy}"))
+
+
+@pytest.mark.parametrize(
+    ("before", "strategy", "head"),
+    [
+        ("", f"{_LINEAR} if sharded else 'ddp'", "if sharded:"),
+        (f"s = {_LINEAR} if sharded else 'ddp'", "s", 'if s == "FSDPStrategy":'),
+        (f"s = 'auto'\nif sharded:\n    s = {_LINEAR}", "s", 'if s == "FSDPStrategy":'),
+    ],
+)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_strategy_under_a_condition_keeps_the_condition(before, strategy, head, sharded):
+    found = _chosen(before, strategy)
+    assert found.left == 0 and "FSDPStrategy(" not in found.text and "lightning" not in found.text
+    assert found.text.endswith(f"""
+{head}
+    model, ctx = weft.fully_shard(model, ctx, units=torch.nn.Linear, rebind=optimizer)
+else:
+    model, ctx = weft.replicate(model, ctx)
+""")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "sharded": sharded}
+    exec(found.text, names)
+    assert ("fully_shard" in str(weft.explain(names["ctx"]))) == sharded
+    names["ctx"].close()
+
+
+@pytest.mark.parametrize(
+    ("before", "strategy", "makers"),
+    [
+        ("", "args.strategy", 0),
+        (f"def pick(name):\n    if name == 'fsdp':\n        return {_LINEAR}\n    return name", "pick(name)", 1),
+        (f"if a:\n    s = {_LINEAR}\nelse:\n    s = FSDPStrategy()", "s", 2),
+        (f"s = {_LINEAR}\ns.cpu_offload = offload", "s", 1),
+        ("", "'xla'", 0),
+    ],
+)
+def test_a_strategy_that_is_not_known_is_not_guessed(before, strategy, makers):
+    found = _chosen(before, strategy)
+    assert found.text.endswith("\nctx = weft.start()\nmodel, optimizer = fabric.setup(model, optimizer)\n")
+    assert found.left == 1 + makers
+    [hint] = [each.hint for each in found.findings if each.what == "fabric.setup(model, optimizer)"]
+    assert "rebind=optimizer)\nelse:\n    model, ctx = weft.replicate(model, ctx)" in hint
+    assert ("units=torch.nn.Linear" in hint) == bool(makers)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_precision_that_is_an_argument_is_a_policy_of_the_run(precision):
+    found = translate("""\
+from lightning.fabric import Fabric
+fabric = Fabric(precision=precision, accelerator=kind)
+model, optimizer = fabric.setup(model, optimizer)
+with fabric.autocast():
+    product = model.weight @ model.weight
+""")
+    assert found.left == 0 and 'ctx = weft.start(device="cpu" if kind == "cpu" else None)' in found.text
+    model = torch.nn.Linear(4, 4)
+    names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    exec(found.text, names | {"precision": precision, "kind": "cpu"}, names)
+    assert names["product"].dtype == (torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
+    names["ctx"].close()
+
+
+def test_names_of_loggers_are_kept_and_more_is_listed():
+    found = translate("""\
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
+logger = TensorBoardLogger(root_dir=out, name="image", version=3)
+fabric = Fabric(loggers=[logger, CSVLogger(out, name="logs")])
+""")
+    assert 'trackers = [weft.monitoring.tensorboard(os.path.join(out, "image")), ' in found.text
+    assert 'weft.monitoring.csv(os.path.join(out, "logs", "metrics.csv"))]\n' in found.text and found.left == 0
+    assert "TensorBoardLogger: version=3 is not taken over" in [each.hint for each in found.findings]
+
+
+def test_a_logger_that_is_gone_is_used_no_more():
+    found = translate("""\
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import TensorBoardLogger
+from lightning.fabric.utilities import rank_zero_only
+logger = TensorBoardLogger("runs")
+fabric = Fabric(loggers=logger)
+logger.log_hyperparams(values)
+logger.finalize("success")
+
+@rank_zero_only
+def write(path):
+    path.touch()
+""")
+    assert [(each.line, each.what) for each in found.findings if each.left] == [
+        (6, "logger.log_hyperparams(values)"),
+        (9, "rank_zero_only"),
+    ]
+    assert "finalize" not in found.text and (found.uses, found.left) == (5, 2)
+
+
+_SAVED = """\
+from lightning.fabric import Fabric
+import torch
+step = 0
+fabric = Fabric(accelerator="cpu")
+model, optimizer = fabric.setup(model, optimizer)
+# transforms
+rest = fabric.load(folder, {"model": model, "optimizer": optimizer})
+step = rest["step"]
+# end of loading
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+step += 1
+fabric.save(folder, {"model": model, "optimizer": optimizer, "step": step})
+"""
+
+
+def test_the_lines_for_a_state_continue_a_run(tmp_path):
+    found = translate(_SAVED)
+    load, save = [each.hint.splitlines() for each in found.findings if each.left]
+    text = re.sub("rest = .*\nstep = .*\n", "\n".join(each.strip() for each in load[4:6]) + "\n", found.text)
+    text = text.replace("# transforms", "\n".join(each.strip() for each in load[1:3]))
+    text = re.sub("fabric.save.*", "\n".join(each.strip() for each in save[1:]), text)
+    assert "fabric" not in text and load[-1] == "fabric.load returned what its dict has not; here, that is in progress"
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names = {"model": model, "optimizer": optimizer, "folder": tmp_path}
+        exec(text, names)
+        names["ctx"].close()
+        found.append((names["step"], model.bias.item()))
+    assert [step for step, _ in found] == [1, 2]
+    assert found[1][1] == pytest.approx(found[0][1] - 0.1)
+
+
+def test_the_lines_for_a_dict_of_the_script_keep_its_name():
+    _, found = _lines("""\
+state = {"model": model, "optimizer": optimizer, "epoch": 0, "hparams": vars(args)}
+fabric.load("f", state)
+state["epoch"] += 1
+fabric.save("f", state)
+""")
+    load, save = [each.hint for each in found.findings if each.left]
+    assert 'state = {"epoch": 0, "hparams": dict(vars(args))}' in load and "in place of state" in load
+    assert '"optimizer": optimizer, "loader": loader, "progress": state}, ctx)' in load
+    assert 'weft.save(weft_state, "f", state["epoch"], ctx)' in save
 
 
 # -- the page ----------------------------------------------------------------------------------------

@@ -65,7 +65,8 @@ def _report(found: Any) -> str:
     for title, left in (("Not translated:", True), ("Look at:", False)):
         chosen = [each for each in found.findings if each.left == left]
         lines += [title] if chosen else []
-        lines += [f"  line {each.line}: {each.what}\n      {each.hint}" for each in chosen]
+        hints = [each.hint.replace("\n", "\n      ") for each in chosen]
+        lines += [f"  line {each.line}: {each.what}\n      {hint}" for each, hint in zip(chosen, hints, strict=True)]
     return "\n".join(lines)
 
 
