@@ -71,7 +71,7 @@ def test_fewer_samples_than_one_batch():
     [(19, "balance", "19 in steps of 3 x 2, 1 left"), (21, "error", "a multiple of 2 left")],
 )
 def test_samples_that_cannot_be_shared_out(n, uneven, text):
-    with pytest.raises(ValueError, match=f"(?s){text}.*fix:.*uneven=.drop"):
+    with pytest.raises(ValueError, match=f"(?s){text}.*fix:.*uneven=.empty"):
         weft.shard_data(_loader(n), fake(0, 2), uneven=uneven)
 
 
