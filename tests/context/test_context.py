@@ -462,6 +462,7 @@ def test_adopt_a_mesh():
 def _timeout(ctx):
     short = dist.new_group([0, 1], timeout=timedelta(seconds=3), backend="gloo")
     mine = weft.adopt(short, device="cpu")
+    weft.reduce(torch.ones(1), mine)  # which asks for its shape once
     begin = time.monotonic()
     if ctx.rank == 1:
         time.sleep(4.5)
