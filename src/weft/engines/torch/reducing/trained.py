@@ -6,13 +6,12 @@ import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.options import ReduceOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.hooks.method_hooks import Removable
@@ -20,6 +19,9 @@ from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.hooks.program_lines import strategy_line
 from weft.engines.torch.steps.watch import check_same_gradients
 from weft.errors import ContractError, listed
+
+if TYPE_CHECKING:  # asking whether a parameter is reduced needs none of it
+    from weft.engines.options import ReduceOptions
 
 _RARELY = 16  # calls of a module
 Arrive = weakref.WeakMethod[Callable[[int], None]]
