@@ -1045,7 +1045,7 @@ def _whole_layers():
     sizes = {
         one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
         for one in wholes
-        if not (one.is_meta or isinstance(one, FakeTensor))
+        if one.layout is torch.strided and not (one.is_meta or isinstance(one, FakeTensor))
     }
     return sum(size >= 4 * 256 * 256 for size in sizes.values())
 
