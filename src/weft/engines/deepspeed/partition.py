@@ -226,6 +226,10 @@ class Partition:
         module = self._module()
         return {} if module is None else settings_of(module)
 
+    def weights(self) -> Mapping[str, nn.Parameter]:
+        """None: DeepSpeed keeps the values that it steps on in parts."""
+        return {}
+
     # -- the optimizer's state -------------------------------------------------------------------
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:

@@ -103,7 +103,7 @@ class Strategy:
     def is_stepped(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """All ranks are about to make step `number`; see `FirstSteps`."""
         trained = self._trained
-        self._first_steps.compare(number, {} if number > 1 or trained is None else trained.same_on_all())
+        self._first_steps.compare(number, {} if number > 1 else self.weights())
         if trained is not None:
             self._first_steps.note_step(number, trained.first(), optimizer)
 
@@ -114,6 +114,11 @@ class Strategy:
         # two modules that are reduced in another order.
         facts = {"gradients averaged so far": self._reductions, "of all modules": self._place}
         return facts if module is None else {**facts, **settings_of(module)}
+
+    def weights(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that every rank holds and steps on, by name."""
+        same: dict[str, nn.Parameter] = {} if self._trained is None else self._trained.same_on_all()
+        return same
 
     def _note_reduction(self) -> None:
         self._due = False

@@ -24,17 +24,21 @@ from weft.engines.torch.hooks.every_optimizer import after_every_step, before_ev
 from weft.engines.torch.parts.refuse_pickle import refuse_optimizer_file
 from weft.engines.torch.steps.swapped import StepsOnOthers, replace_closure, step_hooks
 from weft.errors import ContractError, NotSynchronized, listed
-from weft.tensors.checksums import checksums
+from weft.tensors.checksums import can_be_read, checksums
 from weft.tensors.dtensor import is_sharded, local
 from weft.version import TESTED_TORCH
 
-# Settings are compared at each of the first 16 steps, at every 16th of the first 128, and at every 128th after that: a
+# Settings and weights are compared at each of the first 16 steps, at every 16th of the first 128, and at every 128th after that: a
 # comparison costs about a tenth of a small step.
 _OFTEN = 16
 _RARELY = 128
 _SAME_SETTINGS = (
     "the same learning rate and model.train() on all ranks; scheduler.step(weft.reduce(loss, ctx, 'mean')) where a "
     "schedule follows a loss"
+)
+_SAME_WEIGHTS = (
+    "weft.reduce(loss.detach(), ctx, 'mean') where a loss decides about zero_grad, clipping or a step; and what writes "
+    "into weights or gradients after backward, on all ranks alike"
 )
 _MAX_SEARCHES = 8  # for a loop that changes parameters by hand, and would be searched for in each step
 
@@ -53,6 +57,10 @@ class StepOwner(Protocol):
 
     def settings(self) -> Mapping[str, object]:
         """What of the module has to be equal on all ranks and may change: dropout, training or evaluation."""
+        ...
+
+    def weights(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that every rank holds and steps on, by name."""
         ...
 
 
@@ -214,7 +222,7 @@ class Steps:
         return replace_closure(args, kwargs, lambda closure: lambda: self._mean(closure(), optimizer))
 
     def _compare(self, optimizer: torch.optim.Optimizer, owner: StepOwner) -> None:
-        """Compare settings with those of the other ranks, of which a different one lets weights drift apart."""
+        """Compare weights with those of the other ranks, and settings, of which a different one lets weights drift."""
         seen = self._seen.setdefault(optimizer, _WatchedOptimizer())  # a wrapper may have the hooks of an optimizer
         seen.steps = number = seen.steps + 1
         if number > _OFTEN and number % (_OFTEN if number <= _RARELY else _RARELY):
@@ -223,8 +231,10 @@ class Steps:
         facts = {**_settings(optimizer), **owner.settings()}
         if number == 1:
             self._peers.agree(what, facts, fix=_SAME_SETTINGS)
-        else:
-            self._peers.compare(what, facts, fix=_SAME_SETTINGS)
+            return
+        total = sum(checksums(part for p in owner.weights().values() if can_be_read(part := local(p.detach()))))
+        self._peers.compare(f"weights before {what}", {"a sum of their bits": total}, fix=_SAME_WEIGHTS)
+        self._peers.compare(what, facts, fix=_SAME_SETTINGS)  # right after: what was noted last waits for a next call
 
     def _mean(self, loss: Any, optimizer: torch.optim.Optimizer) -> Any:
         if self._group is None or not isinstance(loss, (float, torch.Tensor)):
