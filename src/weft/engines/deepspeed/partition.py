@@ -226,9 +226,8 @@ class Partition:
         module = self._module()
         return {} if module is None else settings_of(module)
 
-    def weights(self) -> Mapping[str, nn.Parameter]:
+    def same_weights(self) -> None:
         """None: DeepSpeed keeps the values that it steps on in parts."""
-        return {}
 
     # -- the optimizer's state -------------------------------------------------------------------
 

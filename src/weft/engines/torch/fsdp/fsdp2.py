@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -79,9 +79,16 @@ class ShardedModule(Strategy):
         apart = SeparateReduction(how, options.dtype)
         self._trained = TrainedShards(self._what, module, self._units, apart, lambda: self._entrance)
         refuse_calls_of_parts(self._what, module, self._units.ids, options.methods, self._refused)
+        self._copies = options.copies
         self._order = watch_order(self._what, module, list(self._units.groups()), group, peers, mesh.device_type)
         watch_reductions(self._units.groups(), self._unused, self._entrance)
         self._own = OwnParameters(self._what, module, self._units, self._removable)
+
+    @override
+    def same_weights(self) -> tuple[Peers, Iterable[nn.Parameter]] | None:
+        """The shards, and the ranks that hold the same ones."""
+        others = self._copies
+        return None if others is None or not self._units.are_copied else (others, self._trained.named().values())
 
     # -- what others may ask ---------------------------------------------------------------------
 

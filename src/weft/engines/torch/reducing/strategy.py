@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -103,7 +103,7 @@ class Strategy:
     def is_stepped(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """All ranks are about to make step `number`; see `FirstSteps`."""
         trained = self._trained
-        self._first_steps.compare(number, {} if number > 1 else self.weights())
+        self._first_steps.compare(number, {} if number > 1 or trained is None else trained.same_on_all())
         if trained is not None:
             self._first_steps.note_step(number, trained.first(), optimizer)
 
@@ -115,10 +115,9 @@ class Strategy:
         facts = {"gradients averaged so far": self._reductions, "of all modules": self._place}
         return facts if module is None else {**facts, **settings_of(module)}
 
-    def weights(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that every rank holds and steps on, by name."""
-        same: dict[str, nn.Parameter] = {} if self._trained is None else self._trained.same_on_all()
-        return same
+    def same_weights(self) -> tuple[Peers, Iterable[nn.Parameter]] | None:
+        """Parameters that this rank steps on as other ranks do, and those ranks."""
+        return None if self._trained is None else (self._peers, self._trained.same_on_all().values())
 
     def _note_reduction(self) -> None:
         self._due = False

@@ -118,9 +118,9 @@ class TrainedParameters:
         return self.parameters[0] if self.parameters else None
 
     def same_on_all(self) -> dict[str, nn.Parameter]:
-        """Those that are whole on each rank, by name."""
+        """Those of which each rank holds the same, by name: where fewer ranks add up, the others have other parts."""
         named = zip(self.names, self.parameters, strict=True)
-        return {name: p for name, p in named if name not in self._apart}
+        return {name: p for name, p in named if name not in self._apart or self._apart[name].scale == 1}
 
     def forget(self) -> None:
         """Begin to note anew which parameters get gradients."""
@@ -192,10 +192,7 @@ class TrainedParameters:
             peers: The same strategy on the other ranks.
         """
         held = set(map(id, parameters_of(optimizer)))
-        named = zip(self.names, self.parameters, strict=True)
-        # Of parameters that fewer ranks add up, the others have other parts.
-        besides = {name for name, how in self._apart.items() if how.scale != 1}
-        ours = [(name, p) for name, p in named if id(p) in held and name not in besides]
+        ours = [(name, p) for name, p in self.same_on_all().items() if id(p) in held]
         if ours:  # also where none has a gradient: the other ranks may have some
             check_same_gradients(what, ours, peers)
         if any(p.grad is not None for _, p in ours):

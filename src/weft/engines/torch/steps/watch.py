@@ -28,8 +28,8 @@ from weft.tensors.checksums import can_be_read, checksums
 from weft.tensors.dtensor import is_sharded, local
 from weft.version import TESTED_TORCH
 
-# Settings and weights are compared at each of the first 16 steps, at every 16th of the first 128, and at every 128th after that: a
-# comparison costs about a tenth of a small step.
+# Settings and weights are compared at each of the first 16 steps, at every 16th of the first 128, and at every 128th
+# after that: a comparison costs about a tenth of a small step.
 _OFTEN = 16
 _RARELY = 128
 _SAME_SETTINGS = (
@@ -59,8 +59,8 @@ class StepOwner(Protocol):
         """What of the module has to be equal on all ranks and may change: dropout, training or evaluation."""
         ...
 
-    def weights(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that every rank holds and steps on, by name."""
+    def same_weights(self) -> tuple[Peers, Iterable[nn.Parameter]] | None:
+        """Parameters that this rank steps on as other ranks do, and those ranks."""
         ...
 
 
@@ -232,8 +232,10 @@ class Steps:
         if number == 1:
             self._peers.agree(what, facts, fix=_SAME_SETTINGS)
             return
-        total = sum(checksums(part for p in owner.weights().values() if can_be_read(part := local(p.detach()))))
-        self._peers.compare(f"weights before {what}", {"a sum of their bits": total}, fix=_SAME_WEIGHTS)
+        if (same := owner.same_weights()) is not None:
+            peers, weights = same
+            total = sum(checksums(part for p in weights if can_be_read(part := local(p.detach()))))
+            peers.compare(f"weights before {what}", {"a sum of their bits": total}, fix=_SAME_WEIGHTS)
         self._peers.compare(what, facts, fix=_SAME_SETTINGS)  # right after: what was noted last waits for a next call
 
     def _mean(self, loss: Any, optimizer: torch.optim.Optimizer) -> Any:
