@@ -31,9 +31,6 @@ class Marks:
     def __init__(self, marks: tuple[Mark, ...] = ()) -> None:
         self.marks = marks
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Marks:
-        return Marks()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Marks, ()
 
