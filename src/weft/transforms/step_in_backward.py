@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-from torch import nn
 
 from weft.checks import check_optimizer, check_torch
 from weft.context import DistContext
@@ -16,6 +15,7 @@ from weft.engines.torch.reducing.strategy import Strategy
 from weft.engines.torch.steps.in_backward import BackwardStep, is_stepped_in_backward
 from weft.engines.torch.steps.swapped import check_elementwise
 from weft.errors import OrderError
+from weft.grads.limits import known_modules
 from weft.precision import PrecisionOffer
 from weft.sharding.stage_tensors import StageTensors
 from weft.tensors.dtensor import resting_parameters
@@ -86,9 +86,8 @@ def _reduced_in_backward(optimizer: torch.optim.Optimizer, ctx: DistContext) -> 
     if any(map(is_stepped_in_backward, own.values())):
         _refuse("another optimizer, which frees the gradients of the same parameters", "the other optimizer")
     found: list[torch.Tensor] = []
-    alive = {id(one): one for record in ctx.applied for ref in record.refs if (one := ref()) is not None}
-    for module in alive.values():
-        if not isinstance(module, nn.Module) or own.keys().isdisjoint(map(id, resting_parameters(module))):
+    for module in known_modules(ctx):
+        if own.keys().isdisjoint(map(id, resting_parameters(module))):
             continue
         if any(record.name == "accumulate_grads" for record in applied_to(module)):
             _refuse("accumulate_grads, which keeps gradients over micro-batches", "accumulate_grads")

@@ -22,6 +22,7 @@ from weft.engines.torch.amp.autocast import PreciseModule
 from weft.engines.torch.amp.fp8_linear import is_convertible
 from weft.engines.torch.amp.stored_weights import StoredWeights
 from weft.errors import listed, value_error
+from weft.grads.limits import known_modules
 from weft.precision import LOW, PolicyName, Precision, PrecisionOffer, named_policy
 from weft.sharding.meta import is_meta
 
@@ -210,16 +211,9 @@ def _check_one_scale(module: nn.Module, precision: Precision, ctx: DistContext, 
     """Two scales on one gradient would multiply: it would overflow."""
     if precision.scaling is None:
         return
-    others = [ref() for record in ctx.applied if record.name == "with_precision" for ref in record.refs]
-    scaled = [
-        *scaled,
-        *(
-            other
-            for other in (*module.modules(), *others)
-            if isinstance(other, nn.Module) and any(offer.precision.scaling for offer in offered(other, PrecisionOffer))
-        ),
-    ]
-    taken = {id(p): type(other).__name__ for other in scaled for p in other.parameters()}
+    known = (*module.modules(), *known_modules(ctx))
+    done = [other for other in known if any(offer.precision.scaling for offer in offered(other, PrecisionOffer))]
+    taken = {id(p): type(other).__name__ for other in (*scaled, *done) for p in other.parameters()}
     names = [f"{name} (of {taken[id(p)]})" for name, p in module.named_parameters() if id(p) in taken]
     if names:
         raise value_error(
