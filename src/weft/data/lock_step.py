@@ -110,14 +110,14 @@ class LockStep:
         if given is None:
             return self._peers[0] if step == cursor.now.total else None
         assert given.counts is not None
-        done = cursor.todo[-1].start // given.per_step
+        done = cursor.now.todo[-1].start // given.per_step
         return self._peers[given.counts.index(max(given.counts))] if done + step > min(given.counts) else None
 
     def _goes_along(self, *, first: bool) -> bool:
         """Whether this rank, which has no sample in the step, has to make it."""
         cursor = self._cursor
         leader = self._leader(cursor.now.steps)
-        if self.together or cursor.weighed or cursor.has_windows or leader is None or len(cursor.todo) > 1:
+        if self.together or cursor.weighed or cursor.has_windows or leader is None or len(cursor.now.todo) > 1:
             return True
         if first and self._reading.with_ids:  # `gather_metrics` learns of it what the others bring
             return True

@@ -297,7 +297,7 @@ class ShardedLoader(Extension[T]):
         if not cursor.fresh and cursor.now.is_complete and not cursor.open - {cursor.now}:
             self._ended(cursor.now)
         cursor.open.clear()  # one that was interrupted may be kept by its traceback
-        if not cursor.fresh or epoch != cursor.epoch:
+        if not cursor.fresh or epoch != cursor.now.epoch:
             self._go_to(epoch)
 
     def _go_to(self, epoch: int) -> None:
@@ -349,7 +349,7 @@ class ShardedLoader(Extension[T]):
         """The size of a batch of the iteration that was just begun, by its number; None: known when it is read."""
         if self.weft_reading.lone and not keeps_all(self.collate_fn):
             return None  # on one rank, what batches hold is counted when they are read
-        return self.weft_reading.planned(self.weft_cursor.todo)
+        return self.weft_reading.planned(self.weft_cursor.now.todo)
 
     def weft_size(self) -> Size:
         """The size of the batch that was given last."""
