@@ -238,7 +238,7 @@ class _MapMixture(Mixture):
         return self._order.total
 
     def __getitem__(self, index: Any) -> Any:
-        source, _, number = self._order[self._position(index)]
+        source, number = self._order[self._position(index)]
         return self._given(source, self._sources[source].at(number))
 
     def _position(self, index: Any) -> int:
@@ -290,7 +290,7 @@ class _StreamMixture(Mixture, IterableDataset[Any]):
             )
 
     def _read(self, places: Iterator[MixedSample], readings: Sequence[_SourceReading]) -> Iterator[Any]:
-        for source, _, index in places:
+        for source, index in places:
             sample = readings[source].take(index)
             if sample is _END:
                 if self.counts is None and (
