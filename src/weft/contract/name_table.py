@@ -91,20 +91,12 @@ def parts_by_name(what: str, module: nn.Module, table: Mapping[str, T]) -> dict[
     """
     of = patterns_by_name(what, module.named_modules(remove_duplicate=False), table)
     found: dict[str, tuple[nn.Module, T]] = {}
-    seen: set[nn.Module] = set()
-
-    def visit(name: str, part: nn.Module, outer: str | None) -> None:
-        if part in seen:
-            return
-        seen.add(part)
-        own = of.get(id(part))
-        if own is not None and own != outer and has_forward(part):
+    inside: dict[str, str | None] = {}  # the pattern that decides about what is in a part, by its name
+    for name, part in module.named_modules():
+        own, inside[name] = of.get(id(part)), inside.get(name.rpartition(".")[0])
+        if own is not None and own != inside[name] and has_forward(part):
             found[name] = (part, table[own])
-            outer = own
-        for child_name, child in part.named_children():
-            visit(f"{name}.{child_name}" if name else child_name, child, outer)
-
-    visit("", module, None)
+            inside[name] = own
     return found
 
 
