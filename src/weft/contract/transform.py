@@ -85,7 +85,6 @@ def transform(
             before=frozenset(before or ()),
             after=frozenset(after or ()),
             excludes=frozenset(excludes or ()),
-            collective=collective,
         )
         signature = inspect.signature(fn)
         given = _objects_before_ctx(fn.__name__, signature)
@@ -96,7 +95,7 @@ def transform(
             bound = _bound(call, signature, args, kwargs)
             line = _line(call, signature, given, bound.arguments)
             ctx, objects, options = _split(rules.name, line, given, bound.arguments)
-            if rules.collective:
+            if collective:
                 ctx.check_unrestricted(rules.name)  # the peers are not here: nothing is reported to them
             meetings = ctx.world.meetings
             try:
@@ -108,7 +107,7 @@ def transform(
                     _check_names(rules.name, old, new)
             except Exception as error:
                 # The peers are waiting in `agree`, unless this rank came that far.
-                if rules.collective and ctx.world.meetings == meetings:
+                if collective and ctx.world.meetings == meetings:
                     disagree(ctx.world, error)
                 raise
             return cast("R", (*returned, _record(rules, line, options, objects, returned, next_ctx)))
