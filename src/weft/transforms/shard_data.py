@@ -209,7 +209,6 @@ def shard_data(
         with_ids=with_ids,
         keyed=keyed,
         uneven_ranks=uneven_ranks,
-        place=place,
         serial=serial,
         shares=ShareCheck(ctx.rank, elastic=ctx.replicas is not None),
         split_for=ctx.data_size if already_sharded else None,
@@ -222,7 +221,8 @@ def shard_data(
     if iterable and reads_here:
         stays = loader.persistent_workers and loader.num_workers > 0
         reading.stream = StreamSteps(loader.dataset, total, ctx.rank, serial, keyed=keyed, workers_stay=stays)
-    copied, offer = sharded_copy(loader, reading, ctx), _plan_of(loader, reading, mode, uneven, iterable=iterable)
+    copied = sharded_copy(loader, reading, place, ctx)
+    offer = _plan_of(loader, reading, mode, uneven, iterable=iterable)
     if offer.steps == 0:
         warn_of_no_steps(total if uneven_ranks is None or not uneven_ranks.counts else max(uneven_ranks.counts), offer)
     watch_loop(copied, ctx)
