@@ -60,7 +60,6 @@ class LockStep:
     def __init__(self, reading: ReadPlan, cursor: Cursor, ctx: DistContext) -> None:
         self.together = False
         self._reading, self._cursor, self._ctx = reading, cursor, ctx
-        self._key = f"step/{reading.serial}"
         self._peers = next(ranks for ranks in rank_groups(ctx, ctx.data_axes) if ctx.rank in ranks)
         self._iterations = self._num_groups = 0
         self._counters: list[Callable[[], int]] = []  # of the groups that were there when there were so many
@@ -164,7 +163,7 @@ class LockStep:
                 store.delete(self._told.popleft())
 
     def _key_of(self, step: int, rank: int) -> str:
-        return f"{self._key}/{self._iterations}/{step}/{rank}"
+        return f"step/{self._reading.serial}/{self._iterations}/{step}/{rank}"
 
     def _warn(self, *, evaluates: bool) -> None:
         cursor, ctx = self._cursor, self._ctx
