@@ -12,7 +12,7 @@ from torch import nn
 
 from weft.context import DistContext
 from weft.context.rank_facts import rank_groups
-from weft.contract.marks import offered
+from weft.contract.marks import known_objects, offered
 from weft.contract.protocols import Layout, Placed, ReducesOver, SlicesInside, StepsApart
 from weft.errors import ContractError
 from weft.tensors.dtensor import is_sharded, resting_parameters
@@ -119,7 +119,7 @@ def part_axes(ctx: DistContext) -> tuple[str, ...]:
         >>> part_axes(weft.local())
         ()
     """
-    found = {axis for one in _known(ctx) for offer in offered(one, ReducesOver) for axis in offer.axes}
+    found = {axis for one in known_objects(ctx) for offer in offered(one, ReducesOver) for axis in offer.axes}
     return tuple(name for name, _ in ctx.axes if name in found and name not in ctx.data_axes)
 
 
@@ -139,13 +139,8 @@ def slice_axes(ctx: DistContext) -> tuple[str, ...]:
         >>> slice_axes(weft.local())
         ()
     """
-    found = {axis for one in _known(ctx) for offer in offered(one, SlicesInside) for axis in offer.slice_axes}
+    found = {axis for one in known_objects(ctx) for offer in offered(one, SlicesInside) for axis in offer.slice_axes}
     return tuple(name for name, _ in ctx.axes if name in found)
-
-
-def _known(ctx: DistContext) -> list[Any]:
-    """What transforms were applied to, as far as it lives."""
-    return [one for record in ctx.applied for ref in record.refs if (one := ref()) is not None]
 
 
 def axes_of_dims(mesh: Any, ctx: DistContext) -> list[tuple[str, ...]]:

@@ -68,6 +68,16 @@ def offered(obj: object, kind: Callable[..., T]) -> list[T]:
     return [offer for mark in marks_of(obj) for offer in mark.offers if isinstance(offer, wanted)]
 
 
+def known_objects(ctx: DistContext) -> list[Any]:
+    """What transforms that a context knows were applied to, as far as it lives; each once."""
+    return list({id(obj): obj for record in ctx.applied for ref in record.refs if (obj := ref()) is not None}.values())
+
+
+def known_modules(ctx: DistContext) -> list[nn.Module]:
+    """The modules among them."""
+    return [obj for obj in known_objects(ctx) if isinstance(obj, nn.Module)]
+
+
 def forget(obj: object, ctx: DistContext, names: Collection[str] | None = None) -> DistContext:
     """Take the marks of transforms off an object and give the context without their records.
 

@@ -10,12 +10,12 @@ from weft.checks import check_optimizer, check_torch
 from weft.context import DistContext
 from weft.context.placement import check_ranks_send
 from weft.contract import GradSync, Part, Phase, applied_to, offered, transform
+from weft.contract.marks import known_modules
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.reducing.strategy import Strategy
 from weft.engines.torch.steps.in_backward import BackwardStep, is_stepped_in_backward
 from weft.engines.torch.steps.swapped import check_elementwise
 from weft.errors import OrderError
-from weft.grads.limits import known_modules
 from weft.precision import PrecisionOffer
 from weft.sharding.stage_tensors import StageTensors
 from weft.tensors.dtensor import resting_parameters

@@ -15,6 +15,7 @@ from weft.checks import check_module
 from weft.context import DistContext
 from weft.context.placement import check_place, place_module
 from weft.contract import Part, Phase, check_methods, offered, transform
+from weft.contract.marks import known_modules
 from weft.contract.name_table import parts_by_name
 from weft.engines import Spmd
 from weft.engines.options import CastOptions
@@ -22,7 +23,6 @@ from weft.engines.torch.amp.autocast import PreciseModule
 from weft.engines.torch.amp.fp8_linear import is_convertible
 from weft.engines.torch.amp.stored_weights import StoredWeights
 from weft.errors import listed, value_error
-from weft.grads.limits import known_modules
 from weft.precision import LOW, PolicyName, Precision, PrecisionOffer, named_policy
 from weft.sharding.meta import is_meta
 
