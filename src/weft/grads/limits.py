@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 import torch
-from torch import nn
 
 from weft.checks import as_number
 from weft.context import DistContext
 from weft.contract import Placed, is_here, offered, owners
+from weft.contract.marks import known_modules
 from weft.engines.torch.compute.grad_norm import Gradients, PartlyHeld
 from weft.errors import type_error, value_error
 from weft.tensors.dtensor import resting_parameters
@@ -18,12 +18,6 @@ from weft.tensors.dtensor import resting_parameters
 def gradients_of(parameters: Collection[torch.Tensor], ctx: DistContext) -> Gradients:
     """The gradients of parameters, whose norm counts each of their elements once; see [Note: who adds up what]."""
     return Gradients(parameters, ctx.device, _partly_held(parameters, ctx))
-
-
-def known_modules(ctx: DistContext) -> list[nn.Module]:
-    """The modules that transforms were applied to, as far as they live."""
-    alive = {id(obj): obj for record in ctx.applied for obj in (ref() for ref in record.refs)}
-    return [obj for obj in alive.values() if isinstance(obj, nn.Module)]
 
 
 def _partly_held(parameters: Iterable[torch.Tensor], ctx: DistContext) -> dict[int, PartlyHeld]:

@@ -91,11 +91,9 @@ class SamplerState:
         holder: Any = self._sampler
         for step in parents:
             holder = {inner: found for inner, found, _ in _entries(holder)}[step]
-        return (
-            partial(holder.__setitem__, name, value)
-            if isinstance(holder, dict)
-            else partial(setattr, holder, name, value)
-        )
+        if isinstance(holder, dict):
+            return partial(holder.__setitem__, name, value)
+        return partial(setattr, holder, name, value)
 
     def _places(self) -> dict[str, _SamplerItem]:
         found: dict[str, _SamplerItem] = {}

@@ -20,8 +20,7 @@ from weft.data.order.tell_epoch import tell_epoch
 from weft.environments import end_with_parent
 from weft.errors import listed
 from weft.keyed_random.row_keys import RowKeys
-from weft.rng import mix, seeded, seeds_for
-from weft.tensors.rng_state import RngState
+from weft.rng import mix, restored, seeded, seeds_for
 
 AS_PLANNED = -1  # samples in a batch: those that were asked for, as in most
 
@@ -164,11 +163,8 @@ class MapSamples(Dataset[Any]):
 
     def _present(self, indices: Sequence[Any], count: int) -> list[int] | None:
         """Places of the samples that the dataset has, of which it returned so many: each is read once more, alone."""
-        before = RngState.capture()
-        try:
+        with restored():
             counts = [len(self.fetch([index])) for index in indices] if self.fetch else []
-        finally:
-            before.apply()
         places = [place for place, found in enumerate(counts) if found]
         return places if sum(counts) == len(places) == count else None
 

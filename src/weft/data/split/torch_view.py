@@ -33,7 +33,7 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
     fields = dict(loader.__dict__)
     elastic = loader.weft_ctx.replicas is not None
     rank = reading.plan.rank if elastic else loader.weft_ctx.data_rank
-    seed = reading.place.worker_seed(loader.weft_ctx.seed)
+    seed = loader.weft_cursor.place.worker_seed(loader.weft_ctx.seed)
     fields["in_order"] = True  # what is known of a batch is found by its number
     # Torch draws the seeds of workers from the loader's generator, or from the global one.
     fields["generator"] = torch.Generator().manual_seed(mix(seed, epoch, rank, "loader"))
