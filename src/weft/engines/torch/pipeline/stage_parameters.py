@@ -172,19 +172,6 @@ def _like_parameter(parameter: torch.Tensor) -> torch.Tensor:
     return local(gradient)
 
 
-class WaitingGradients:
-    """Gradients of one call that wait for what arrives at its loss.
-
-    Attributes:
-        gradients: For the parameters that got one; None when they were used.
-        scale: The number they are multiplied by, besides what arrives.
-    """
-
-    def __init__(self, gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
-        self.gradients: list[torch.Tensor] | None = list(gradients)
-        self.scale = scale
-
-
 @dataclass(eq=False, repr=False)
 class LentLayers:
     """Layers of other stages on this rank, with what the rank of their stage lends for one call."""
