@@ -53,6 +53,7 @@ from weft.engines.torch.pipeline.stage_parameters import (
 from weft.engines.torch.probes.no_trace import measured, no_trace, random_kept
 from weft.engines.torch.probes.observed import WithoutDropout
 from weft.engines.torch.probes.same_draws import SameDraws
+from weft.engines.torch.probes.whole_unit import is_in
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
 
@@ -141,11 +142,11 @@ class PipelinedModule:
         batches = MicroBatches(inputs, self._options.micro_batches, exactly=True)
         is_sum = "num_items_in_batch" in inputs.kwargs
         try:
-            with self._guard(), gather_units_once(self._module), self._aliases.in_place(self._module) as pairs:
+            with self._guard(), gather_units_once(self._module), self._aliases.in_place(self._module) as aliases:
                 result, mixed = self._run(call, batches, is_sum=is_sum)
                 self._tied.add_up(self._module)
-                gradients = {p: alias.grad for p, alias in pairs if alias.grad is not None}
-                for _, alias in pairs:
+                gradients = {p: alias.grad for p, alias in aliases.items() if alias.grad is not None}
+                for alias in aliases.values():
                     alias.grad = None
         except Exception as error:
             self._schedules.clear()
@@ -382,7 +383,7 @@ class _StageModule(nn.Module):
         mine = {
             id(p): p
             for name, p in module.named_parameters(remove_duplicate=False)
-            if any(name == one or name.startswith(f"{one}.") for one in self._layers)
+            if any(is_in(name, one) for one in self._layers)
         }
         for index, parameter in enumerate(mine.values()):
             self._parameters[str(index)] = parameter
