@@ -49,22 +49,24 @@ class SplitAttention(Attached):
     Attributes:
         inside: Whether one of them computes at this moment.
         off: Whether they attend to what they are given, as in one process.
+        ranks: That hold the parts; None once their process group is gone.
+        method: How they exchange them.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], ranks: SequenceRanks, method: Method) -> None:
         super().__init__()
         self.inside = self.off = False
-        self._arounds = {name: _Around(self, name, ranks, method) for name in modules}
+        self.ranks: SequenceRanks | None = ranks
+        self.method: Method = method
         for name, module in modules.items():
-            attach(module, self._removable, around=self._arounds[name], methods=["forward"])
+            attach(module, self._removable, around=_Around(self, name), methods=["forward"])
             if isinstance(module, nn.MultiheadAttention):
                 # With a hook on it, the layers of torch call it in eval mode, too, instead of a kernel of their own.
                 attach(module, self._removable, before=_nothing)
 
     def release(self) -> None:
         """Let the process group go; forward raises from now on."""
-        for around in self._arounds.values():
-            around.ranks = None
+        self.ranks = None
 
 
 def _nothing(module: nn.Module, args: object, kwargs: object) -> None:
@@ -77,11 +79,9 @@ class _Around:
     A compiler shares what it compiled among instances as long as it reads nothing that differs: the name is for errors.
     """
 
-    def __init__(self, attention: SplitAttention, name: str, ranks: SequenceRanks, method: Method) -> None:
+    def __init__(self, attention: SplitAttention, name: str) -> None:
         self.attention = attention
         self.name = name
-        self.ranks: SequenceRanks | None = ranks
-        self.method: Method = method
 
     def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward.
@@ -93,7 +93,7 @@ class _Around:
         attention = self.attention
         if attention.off:
             return call(*args, **kwargs)
-        if self.ranks is None:
+        if attention.ranks is None:
             raise ContextError(
                 "context_parallel: attention cannot exchange anything, its process group is gone",
                 found=f"a call of attention module {self.name!r} after the context was closed",
@@ -102,7 +102,7 @@ class _Around:
             )
         if attention.inside:  # an attention module inside another: its calls are caught once
             return call(*args, **kwargs)
-        caught = _AttentionMode(self, self.ranks)
+        caught = _AttentionMode(self, attention.ranks)
         attention.inside = True
         try:
             # What is compiled has no masks: `keyed_dropout` leaves the parts that may drop out of it.
@@ -180,7 +180,7 @@ class _AttentionMode(TorchFunctionMode):
         mask, is_lower = (None, False) if attn_mask is None else _mask_needed(at, self._ranks, attn_mask, query)
         query, key, value = _cast_together(query, key, value)
         call = _AttentionCall(self._ranks, mask, is_causal or is_lower, scale, dropout_p, masks)
-        return (_attend_in_heads if at.method == "heads" else _attend_whole)(call, query, key, value)
+        return (_attend_in_heads if at.attention.method == "heads" else _attend_whole)(call, query, key, value)
 
 
 class _AttentionCall(NamedTuple):
@@ -249,7 +249,7 @@ def _check_shapes(at: _Around, ranks: int, query: torch.Tensor, key: torch.Tenso
             fix="model(..., use_cache=False) with whole sequences, or the model without context_parallel",
         )
     heads = query.shape[1]
-    if at.method == "heads" and heads % ranks:
+    if at.attention.method == "heads" and heads % ranks:
         raise ContractError(
             f"context_parallel: {heads} heads of {at.name!r} cannot be shared by {ranks} ranks",
             found=f"{heads} heads of queries on this rank, {ranks} ranks along the axis",
@@ -275,11 +275,11 @@ def _mask_needed(
         (mask,) = (keys.mT for keys in gather_sequences(ranks, mask.mT))
     elif columns != part * ranks.number or rows not in (1, part, columns):
         return None, _is_causal(at, mask, part, ranks.number)
-    elif at.method == "gather" and rows == columns:
+    elif at.attention.method == "gather" and rows == columns:
         mask = rows_of_rank(ranks, mask)
-    elif at.method == "heads" and rows == part:
+    elif at.attention.method == "heads" and rows == part:
         (mask,) = gather_sequences(ranks, mask)
-    if at.method == "heads" and mask.shape[1] == heads > 1:
+    if at.attention.method == "heads" and mask.shape[1] == heads > 1:
         mask = mask.narrow(1, ranks.rank * (heads // ranks.number), heads // ranks.number)
     return mask, False
 
