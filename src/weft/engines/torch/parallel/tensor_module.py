@@ -150,15 +150,14 @@ class TensorParallelModule(Strategy):
             if style == "row":
                 return TransposedStyle(column=False, arrives=Shard(-1), leaves=leaves)
             return TransposedStyle(column=True, arrives=arrives, leaves=Shard(-1) if style == "column" else leaves)
-        if style == "column":
-            return ColwiseParallel(input_layouts=arrives)
-        if style == "gather":
-            return ColwiseParallel(input_layouts=arrives, output_layouts=leaves)
-        if style == "row":
-            return RowwiseParallel(output_layouts=leaves)
-        if style == "vocab" and isinstance(part, nn.Linear):
-            return ColwiseParallel(input_layouts=arrives, use_local_output=False)
-        return RowwiseParallel(input_layouts=Replicate()) if style == "vocab" else None
+        divided_logits = ColwiseParallel(input_layouts=arrives, use_local_output=False)
+        styles: dict[str, ParallelStyle] = {
+            "column": ColwiseParallel(input_layouts=arrives),
+            "gather": ColwiseParallel(input_layouts=arrives, output_layouts=leaves),
+            "row": RowwiseParallel(output_layouts=leaves),
+            "vocab": divided_logits if isinstance(part, nn.Linear) else RowwiseParallel(input_layouts=Replicate()),
+        }
+        return styles.get(style)
 
     def _apply(self, part: nn.Module, style: ParallelStyle, fused: FusedColumns | None) -> None:
         before = hooks_of(part)
