@@ -86,13 +86,15 @@ def cut_layers(
         check_hooks(module, styles)
         if any(style == "vocab" and isinstance(module.get_submodule(n), nn.Embedding) for n, style in styles.items()):
             check_torch(f'{_WHAT}: "vocab"', "2.13", "DTensor loses the mask of an embedding that is cut by rows")
-    attributes = attributes_of(module, styles, fused, ranks)
-    options = replace(_options(module, styles, sequence=sequence), fused=fused, attributes=attributes)
-    options = replace(options, head_tables=bool(head_tables(module, styles)))
-    facts = {**options.facts(), "axis": axis, "plan": {n: str(s) for n, s in styles.items()}, "later": later}
-    facts["fused"] = {name: list(sizes) for name, sizes in widths.items()}
-    facts["rebind"] = groups_of(module, rebind)
+    options = _options(module, styles, fused, ranks, sequence=sequence)
     if ctx.world_size > 1:
+        facts = options.facts() | {
+            "axis": axis,
+            "plan": {name: str(style) for name, style in styles.items()},
+            "fused": widths,
+            "later": later,
+            "rebind": groups_of(module, rebind),
+        }
         agree_on_parameters(_WHAT, module, ctx, facts)
         on_meta = on_meta_anywhere(_WHAT, on_meta, ctx.require_collective(_WHAT))
     line = ctx.on(ctx.axes[0][0] if ctx.world_size == 1 else axis)
@@ -133,7 +135,9 @@ def _check_axis(ctx: DistContext, axis: str) -> None:
         )
 
 
-def _options(module: nn.Module, styles: Styles, *, sequence: bool) -> TensorOptions:
+def _options(
+    module: nn.Module, styles: Styles, fused: Mapping[str, tuple[FusedPart, ...]], ranks: int, *, sequence: bool
+) -> TensorOptions:
     """What of the names in a plan the engine has to know."""
     words = ("replicate", "sequence") if sequence else ("replicate",)
     summed = tuple(f"{name}." for name, style in styles.items() if isinstance(style, str) and style in words)
@@ -148,6 +152,9 @@ def _options(module: nn.Module, styles: Styles, *, sequence: bool) -> TensorOpti
         gathers=gathered_once(module, styles, set(blocks)),
         blocks=tuple(blocks),
         inside=inside,
+        fused=fused,
+        attributes=attributes_of(module, styles, fused, ranks),
+        head_tables=bool(head_tables(module, styles)),
         transposed=frozenset(name for name in styles if is_transposed(module.get_submodule(name))),
         summed=tuple(name for name, _ in module.named_parameters() if name.startswith(summed)),
     )

@@ -148,7 +148,7 @@ class Prober(Attached):
         number = self._all_due = self._calls.is_due("", _kind(module, args, kwargs))
         self._called.clear()  # before the hooks of the module, which may be a unit itself
         if number and already_compiled(module):
-            self._rehearse(module, *copied((args, kwargs)))
+            self._rehearse(module, args, kwargs)
             self._all_due = 0
         elif number and isinstance(self._probe, WatchingProbe) and torch.is_grad_enabled():
             refuse = weakref.WeakMethod(self._refuse_use)  # the graph, which has it, may outlive the module
