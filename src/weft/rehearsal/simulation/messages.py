@@ -115,17 +115,11 @@ class Traffic:
                 whole *= resolved.size()
             self.note(kind, resolved, whole)
 
-    def setup(self, axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
-        """Those before the last step."""
-        return _summed(self._found[: self._steps[-1]], axes, per_node)
-
-    def of_step(self, axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
-        """Those of the last step."""
-        return _summed(self._found[self._steps[-1] : self._exchange], axes, per_node)
-
-    def of_exchange(self, axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
-        """Those of the exchange, if there was one."""
-        return () if self._exchange is None else _summed(self._found[self._exchange :], axes, per_node)
+    def by_part(self, axes: dict[str, int], per_node: int) -> tuple[tuple[Message, ...], ...]:
+        """Those before the last step, those of the last step, and those of the exchange, if there was one."""
+        step, exchange = self._steps[-1], len(self._found) if self._exchange is None else self._exchange
+        parts = self._found[:step], self._found[step:exchange], self._found[exchange:]
+        return tuple(_summed(part, axes, per_node) for part in parts)
 
 
 def _summed(found: list[tuple[str, tuple[int, ...], int]], axes: dict[str, int], per_node: int) -> tuple[Message, ...]:

@@ -105,39 +105,17 @@ def _is_accumulating() -> bool:
 
 
 @contextlib.contextmanager
-def _shapes_unseen() -> Iterator[None]:
-    """Let DTensor find out the shapes of results, of tensors in whole, without anybody looking."""
-    propagator, name = torch_internals.propagate.home  # imported here: it takes half a second
-    before = getattr(propagator, name)
-
-    def propagate(self: Any, schema: Any) -> Any:
-        with torch_internals.without_modes():
-            return before(self, schema)
-
-    with replaced(propagator, **{name: propagate}):
-        yield
-
-
-@contextlib.contextmanager
-def _imports_unseen() -> Iterator[None]:
-    """Let modules that are imported meanwhile have tensors as ever: they stay when this is over."""
-    execute: Any = SourceFileLoader.exec_module  # of a base class
-
-    def exec_module(self: Any, module: Any) -> None:
-        with torch_internals.without_modes():
-            execute(self, module)
-
-    with torch_internals.without_modes():
-        pass  # it imports modules itself
-    with replaced(SourceFileLoader, exec_module=exec_module):
-        yield
-
-
-@contextlib.contextmanager
-def _workers_unseen() -> Iterator[None]:
-    """Let workers of loaders, which are copies of this process, make tensors as ever, and this one receive them."""
+def _unseen_parts() -> Iterator[None]:
+    """Let code that is no part of the program have tensors as ever, without anybody looking."""
+    with _nobody_looks():  # it imports modules: torch's own of DTensor take half a second
+        places = (
+            torch_internals.propagate.home,  # DTensor finds out the shapes of results, of tensors in whole
+            (SourceFileLoader, "exec_module"),  # modules that are imported meanwhile stay when this is over
+            torch_internals.worker_loop.home,  # workers of loaders are copies of this process,
+            torch_internals.try_get.home,  # which receives what they make
+        )
     with contextlib.ExitStack() as stack:
-        for owner, name in (torch_internals.worker_loop.home, torch_internals.try_get.home):
+        for owner, name in places:
             stack.enter_context(replaced(owner, **{name: _unseen(getattr(owner, name))}))
         yield
 
@@ -145,10 +123,16 @@ def _workers_unseen() -> Iterator[None]:
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # pickled by its name, if workers are spawned
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch_internals.without_modes(), torch_internals.without_functions():
+        with _nobody_looks():
             return function(*args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def _nobody_looks() -> Iterator[None]:
+    with torch_internals.without_modes(), torch_internals.without_functions():
+        yield
 
 
 @contextlib.contextmanager
@@ -186,9 +170,7 @@ def observing(found: ProgramObserver, call: Call = lambda func, args, kwargs: fu
         register_optimizer_step_post_hook(look),
         replaced(torch.UntypedStorage, resize_=resize_),
         _nothing_freed_by_chance(),
-        _imports_unseen(),
-        _workers_unseen(),
-        _shapes_unseen(),
+        _unseen_parts(),
         Observer(found, call),
     ):
         yield
