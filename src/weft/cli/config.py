@@ -40,7 +40,6 @@ def add_parser(commands: Any) -> None:
     sub.add_argument("--out", type=Path, default=Path("run.toml"), metavar="FILE", help="default: run.toml")
     sub.add_argument("--force", action="store_true", help="replace a file that is there")
     sub.add_argument("words", nargs="*", metavar="table.key=value", help="for example launch.nproc=2 start.seed=1")
-    sub.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -92,7 +92,6 @@ def add_parser(commands: Any) -> None:
     sub.add_argument(
         "--limit-s", type=float, default=_LIMIT_S, help="seconds for ranks to start, and again for their work"
     )
-    sub.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

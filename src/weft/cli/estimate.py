@@ -36,7 +36,6 @@ def add_parser(commands: Any) -> None:
     sub.add_argument("--dtype", choices=TRAINABLE, default="fp32", help="of the table by ranks (default fp32)")
     sub.add_argument("--ranks", default="1,8,64,1024", metavar="N,N", help="(default 1,8,64,1024)")
     sub.add_argument("--json", action="store_true", help="print the numbers, in bytes, as JSON")
-    sub.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -37,7 +37,6 @@ def add_parser(commands: Any) -> None:
         default=None,
         help="the averages that weft.average_weights keeps, instead of the weights",
     )
-    sub.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

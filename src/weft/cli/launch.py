@@ -88,7 +88,6 @@ def add_parser(commands: Any) -> None:
         metavar="script ...",
         help="file, or module with -m; then its arguments, passed on untouched",
     )
-    sub.set_defaults(run=run)
     # Both spellings, as elsewhere; only one is shown.
     actions = sub._option_string_actions
     actions.update({"--" + name[2:].replace("-", "_"): action for name, action in actions.items() if name[:2] == "--"})

@@ -66,7 +66,6 @@ def add_parser(commands: Any) -> None:
     )
     sub.add_argument("script", help="and its arguments")
     sub.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
-    sub.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
