@@ -50,7 +50,7 @@ from weft.peers.world import SAME_SIGNAL_S
 _BACKEND, _STATIC = "weft-c10d", "weft-static"
 _READ_S = 60  # as torch has it
 # Besides those that end a job: the ones by which schedulers say that the time is nearly over. Passed on to the ranks.
-_PASSED_ON = tuple(
+PASSED_ON = tuple(
     getattr(signal, name)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
@@ -120,7 +120,7 @@ class _Started(PContext):
     def _start(self) -> None:
         # An error out of the start of one process would leave those before it, of which the agent would not know.
         early: list[int] = []
-        numbers = _PASSED_ON if threading.current_thread() is threading.main_thread() else ()
+        numbers = PASSED_ON if threading.current_thread() is threading.main_thread() else ()
         for each in numbers:  # in place of torch's handlers
             signal.signal(each, lambda number, _: early.append(number))
         try:
@@ -202,7 +202,7 @@ def _own_ranks(started: list[_RankProcesses]) -> Iterator[None]:
         yield
     finally:
         module.MultiprocessContext, module.SubprocessContext = before
-        for each in _PASSED_ON:
+        for each in PASSED_ON:
             if getattr(signal.getsignal(each), "__func__", None) is _Started.on_signal:
                 signal.signal(each, signal.SIG_IGN)  # nothing is left to end but this process, which has an exit code
 

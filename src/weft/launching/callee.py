@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -27,22 +26,23 @@ from weft.peers.store import SECRET_VARIABLE
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Launch the ranks of one call, and write down how it ended."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("-n", type=int)
-    parser.add_argument("--max-restarts", type=int)
-    parser.add_argument("folder", type=Path)
-    options = parser.parse_args(arguments)
-    threading.Thread(target=_end_with_the_caller, args=(options.folder,), daemon=True).start()
-    given = {"nproc": options.n, "max_restarts": options.max_restarts}
+    """Launch the ranks of one call, and write down how it ended.
+
+    Args:
+        arguments: `-n N --max-restarts N FOLDER`, of which `weft_command` reads the first, too.
+    """
+    _, nproc, _, max_restarts, name = arguments
+    folder = Path(name)
+    threading.Thread(target=_end_with_the_caller, args=(folder,), daemon=True).start()
+    given = {"nproc": int(nproc), "max_restarts": int(max_restarts)}
     threads = os.environ.get("OMP_NUM_THREADS")  # noqa: TID251
     plan = make_plan(given, None, cores=len(cores_here()), omp_num_threads=threads)
     os.environ["OMP_NUM_THREADS"] = str(plan.threads)  # noqa: TID251  (read when torch is imported)
     secret = secret_of(plan, os.environ)  # noqa: TID251  (for the ranks)
-    ending = supervise(plan, run_call, str(options.folder), secret, folder=options.folder)
-    sys.stderr.write(earlier_tracebacks(options.folder, ending.trace))
-    if options.folder.exists():
-        (options.folder / ENDING_FILE).write_text(json.dumps(ending._asdict()), encoding="utf-8")
+    ending = supervise(plan, run_call, name, secret, folder=folder)
+    sys.stderr.write(earlier_tracebacks(folder, ending.trace))
+    if folder.exists():
+        (folder / ENDING_FILE).write_text(json.dumps(ending._asdict()), encoding="utf-8")
     return ending.code
 
 
