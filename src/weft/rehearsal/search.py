@@ -25,7 +25,7 @@ class Candidate:
     """
 
     arguments: tuple[str, ...]
-    mesh: tuple[tuple[str, int], ...] | None
+    mesh: Mapping[str, int] | None
     label: str
 
 
@@ -82,7 +82,7 @@ def candidates(
         if axes:
             words["mesh"] = ",".join(f"{name}={size}" for name, size in mesh.items())
         filled = tuple(_filled(each, words) for each in arguments)
-        found.append(Candidate(filled, tuple(mesh.items()) if axes and not in_script else None, label))
+        found.append(Candidate(filled, mesh if axes and not in_script else None, label))
     return found
 
 
