@@ -1,4 +1,4 @@
-"""What `launch_function` and the ranks it starts leave for each other, as files in one folder."""
+"""What `launch_function` and its ranks leave for each other, as files in one folder; and how values are pickled."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ class RankCall(NamedTuple):
     pickled: bytes
 
 
-def dumps(value: Any, what: str) -> bytes:
+def dumps(value: Any, what: str, *, extra: str = "notebook") -> bytes:
     """Pickle, by cloudpickle if it is there.
+
+    Args:
+        value: Function and arguments, a result, or an error.
+        what: What it is, for the text.
+        extra: The extra of weft that installs cloudpickle.
 
     Raises:
         MissingExtra: Only cloudpickle could do it.
@@ -52,7 +57,7 @@ def dumps(value: Any, what: str) -> bytes:
         raise MissingExtra(
             f"{what} cannot be sent to another process without cloudpickle",
             found=found or "something that is defined in __main__",
-            expected="a function of a module, or the extra torchweft[notebook]",
-            fix="pip install 'torchweft[notebook]'",
+            expected=f"a function of a module, or the extra torchweft[{extra}]",
+            fix=f"pip install 'torchweft[{extra}]'",
         ) from cause
     return data
