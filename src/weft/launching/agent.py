@@ -46,6 +46,7 @@ from weft.launching.plan import LaunchPlan
 from weft.launching.rank_main import ROUND
 from weft.peers.connect import interface_to, is_here, store_at, store_of_launcher
 from weft.peers.world import SAME_SIGNAL_S
+from weft.private_names import replaced
 
 _BACKEND, _STATIC = "weft-c10d", "weft-static"
 _READ_S = 60  # as torch has it
@@ -195,13 +196,10 @@ def _own_ranks(started: list[_RankProcesses]) -> Iterator[None]:
         started.append(_RankProcesses(*args, **kwargs))
         return started[-1]
 
-    module: Any = multiprocessing
-    before = module.MultiprocessContext, module.SubprocessContext
-    module.MultiprocessContext, module.SubprocessContext = start, _Programs
     try:
-        yield
+        with replaced(multiprocessing, MultiprocessContext=start, SubprocessContext=_Programs):
+            yield
     finally:
-        module.MultiprocessContext, module.SubprocessContext = before
         for each in PASSED_ON:
             if getattr(signal.getsignal(each), "__func__", None) is _Started.on_signal:
                 signal.signal(each, signal.SIG_IGN)  # nothing is left to end but this process, which has an exit code

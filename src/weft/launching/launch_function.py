@@ -109,34 +109,28 @@ def _name(fn: object) -> str:
 def _run_launcher(arguments: Sequence[str]) -> int:
     """Run the launcher to its end, print what it and the ranks print, and return its exit code."""
     program = f"import sys; sys.path[:] = {sys.path!r}; import weft_command; sys.exit(weft_command.call())"
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", program, *arguments],
         stdin=subprocess.PIPE,  # its end shows the launcher that this process is gone
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C comes here, and is passed on once
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    pairs = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
-    readers = [threading.Thread(target=_copy, args=pair, daemon=True, name="weft output") for pair in pairs]
-    try:
-        for reader in readers:
-            reader.start()
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
-        raise
-    finally:
-        _end(process)
-        for reader in readers:
-            reader.join(timeout=5)
-        for stream in (process.stdin, process.stdout, process.stderr):
-            stream.close()
-    return code
+    ) as process:
+        pairs = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
+        readers = [threading.Thread(target=_copy, args=pair, daemon=True, name="weft output") for pair in pairs]
+        try:
+            for reader in readers:
+                reader.start()
+            return process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+            raise
+        finally:
+            _end(process)
+            for reader in readers:
+                reader.join(timeout=5)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
