@@ -209,8 +209,8 @@ def simulated(
 
         found, simulation, group = _with_peers(run_as, rank, mail)
         axes = group.axes or asked
-        moments = found.allocations.moments()
-        setup, messages, exchange = found.traffic.by_part(axes, links.per_node)
+        moments = found.moments()
+        setup, messages, exchange = found.messages(axes, links.per_node)
         return Rehearsal(
             program=name,
             rank=rank,

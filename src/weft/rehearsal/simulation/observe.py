@@ -8,7 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import SourceFileLoader
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -16,10 +16,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from weft import torch_internals
 from weft.engines.torch.steps.local import LocalSteps
 from weft.private_names import replaced
+from weft.rehearsal.memory import Moment
+from weft.rehearsal.messages import Message
 from weft.rehearsal.simulation.allocations import Allocations
-from weft.rehearsal.simulation.messages import Traffic, functional_spaces
+from weft.rehearsal.simulation.messages import Traffic, functional_spaces, summed
 
 Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+class _Part(NamedTuple):
+    label: str
+    event: int  # the first one of the memory
+    message: int
 
 
 class ProgramObserver:
@@ -33,13 +41,23 @@ class ProgramObserver:
     def __init__(self) -> None:
         self.allocations = Allocations()
         self.traffic = Traffic()
+        self._parts: list[_Part] = []
+        self._end = self._stepped = self._next_part("")
+        self._ends_in_step = False
         self._apart: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
 
     def begin(self, label: str) -> None:
         """The next part of the program: "build", "step 1", ..., "exchange"."""
+        self._settle()
+        self._parts.append(self._next_part(label))
+        self.allocations.computes = label.startswith("step")
+
+    def _next_part(self, label: str) -> _Part:
+        return _Part(label, len(self.allocations.events), len(self.traffic.noted))
+
+    def _settle(self) -> None:
         self.allocations.look_at_modules()
-        self.allocations.begin(label)
-        self.traffic.begin(label)
+        gc.collect()  # what only a cycle keeps is freed at some time, which is not the program's
 
     def look_at_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps: what it keeps, and whether `local_steps` follows its steps."""
@@ -56,13 +74,12 @@ class ProgramObserver:
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
-        self.allocations.stepped()
-        self.traffic.stepped()
+        self._stepped = self._next_part("")
 
     def end(self) -> None:
-        """The program is over."""
-        self.allocations.look_at_modules()
-        self.allocations.end()
+        """The program is over; what happens from now on does not count."""
+        self._settle()
+        self._end = self._next_part("")
 
     def end_in_step(self, *, is_open: bool) -> None:
         """The program is over, and has let everything go: its last step ended when the optimizer had stepped.
@@ -70,8 +87,23 @@ class ProgramObserver:
         Args:
             is_open: It has begun another one.
         """
-        self.allocations.end_in_step(is_open=is_open)
-        self.traffic.end_in_step(is_open=is_open)
+        del self._parts[len(self._parts) - is_open :]
+        self._end, self._ends_in_step = self._stepped, True
+
+    def moments(self) -> tuple[Moment, ...]:
+        """The memory of each part."""
+        bounds = [part.event for part in (*self._parts, self._end)]
+        labels = [part.label for part in self._parts]
+        return self.allocations.moments(labels, bounds, ends_in_step=self._ends_in_step)
+
+    def messages(self, axes: dict[str, int], per_node: int) -> tuple[tuple[Message, ...], ...]:
+        """Those before the last step, those of the last step, and those of the exchange, if there was one."""
+        begins = {part.label: part.message for part in self._parts}
+        exchange = begins.pop("exchange", self._end.message)
+        step = max(begins.values())
+        noted = self.traffic.noted
+        parts = noted[:step], noted[step:exchange], noted[exchange : self._end.message]
+        return tuple(summed(part, axes, per_node) for part in parts)
 
 
 class Observer(torch_internals.dispatch_mode.base):  # type: ignore[misc, name-defined]
