@@ -183,7 +183,6 @@ GROUP_TABLES = tuple(
 )
 GROUP_NAMES = GROUP_TABLES[0]
 BACKENDS = Attribute("torch.distributed:Backend", "_plugins", "a rehearsal")
-backend = Private("torch.distributed:Backend", "_BackendPlugin", "a rehearsal")
 NAME_GROUP = Attribute(_PG, "_set_group_name", "a rehearsal")
 DESCRIBE_GROUP = Attribute(_PG, "_set_group_desc", "a rehearsal")
 GATHER_ON_GROUP = Attribute(_PG, "_allgather_base", "a rehearsal")

@@ -42,10 +42,7 @@ def pretended_world(size: int, rank: int, per_node: int, note: Note, mail: Mail)
     pickled = getattr(sends, name_of_send)
     done = dict.fromkeys(_BY_LAUNCHED, lambda *_, **__: None)
     mail.begin()
-    torch_internals.BACKENDS.of(Backend)[BACKEND.upper()] = torch_internals.backend(create, True)  # noqa: FBT003
-    Backend.backend_list.append(BACKEND)
-    Backend.backend_capability[BACKEND] = ["cpu"]
-    Backend.backend_type_map[BACKEND] = dist.ProcessGroup.BackendType.CUSTOM
+    Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
     try:
         group = PretendedGroup(range(size), rank, per_node, note, mail)
         store = dist.HashStore()
@@ -62,6 +59,7 @@ def pretended_world(size: int, rank: int, per_node: int, note: Note, mail: Mail)
             each.set(c10d, value)
         world.group_count = count
         torch_internals.use_group(default)
+        delattr(Backend, BACKEND.upper())
         Backend.backend_list.remove(BACKEND)
         del torch_internals.BACKENDS.of(Backend)[BACKEND.upper()]
         del Backend.backend_capability[BACKEND], Backend.backend_type_map[BACKEND]
