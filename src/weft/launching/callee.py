@@ -67,13 +67,9 @@ def run_call(folder: str, secret: str) -> None:
             fn, args = pickle.loads(call.pickled)
             result = dumps(fn(*args), f"launch_function: the result of rank {here.rank}")
         except Exception as error:
-            _write_error(error, place / f"error-{here.attempt}-{here.rank}")
+            with contextlib.suppress(TypeError, MissingExtra):  # then the caller gets the traceback alone
+                (place / f"error-{here.attempt}-{here.rank}").write_bytes(dumps(error, "the exception"))
             raise
         path = place / f"result-{here.rank}"
         path.with_suffix(".part").write_bytes(result)
         path.with_suffix(".part").replace(path)
-
-
-def _write_error(error: Exception, path: Path) -> None:
-    with contextlib.suppress(TypeError, MissingExtra):  # then the caller gets the traceback alone
-        path.write_bytes(dumps(error, "the exception"))

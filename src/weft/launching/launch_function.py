@@ -73,9 +73,8 @@ def launch_function(fn: Callable[..., R], n: int, *args: Any, max_restarts: int 
     for name, value, least in (("n", n, 1), ("max_restarts", max_restarts, 0)):
         check_count("launch_function", name, value, least=least, fix="weft.launch_function(fn, 2, max_restarts=0)")
     _refuse_in_a_rank()
-    call = RankCall(
-        list(sys.path), list(sys.argv), dumps((fn, args), f"launch_function: {_name(fn)} and its arguments")
-    )
+    what = f"launch_function: {getattr(fn, '__qualname__', fn)} and its arguments"
+    call = RankCall(list(sys.path), list(sys.argv), dumps((fn, args), what))
     with tempfile.TemporaryDirectory(prefix="weft-") as name:
         folder = Path(name)
         (folder / CALL_FILE).write_bytes(pickle.dumps(tuple(call)))
@@ -100,10 +99,6 @@ def _refuse_in_a_rank() -> None:
             if not group
             else "ctx.close(), or torch.distributed.destroy_process_group(), before weft.launch_function",
         )
-
-
-def _name(fn: object) -> str:
-    return str(getattr(fn, "__qualname__", fn))
 
 
 def _run_launcher(arguments: Sequence[str]) -> int:
