@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -63,13 +64,10 @@ class Estimate:
     @property
     def blocks(self) -> tuple[ModelBlock, ...]:
         """The parts of the model in their order; equal ones that only differ by a number together."""
-        sizes: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
         for name, shape in self.shapes:
-            sizes[_block(name)] = sizes.get(_block(name), 0) + math.prod(shape)
-        groups: dict[tuple[str, int], int] = {}
-        for name, size in sizes.items():
-            key = re.sub(r"(^|\.)\d+$", r"\1*", name), size
-            groups[key] = groups.get(key, 0) + 1
+            sizes[_block(name)] += math.prod(shape)
+        groups = Counter((re.sub(r"(^|\.)\d+$", r"\1*", name), size) for name, size in sizes.items())
         return tuple(ModelBlock(name, count, size) for (name, size), count in groups.items())
 
     def weights(self, dtype: str = "fp32") -> int:

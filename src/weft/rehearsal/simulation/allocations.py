@@ -8,6 +8,7 @@ through again when all is known.
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +45,6 @@ class Allocations:
         self._kinds: list[str] = []  # by number, as the following
         self._lines: list[str] = []
         self._sizes: list[int] = []
-        self._gathered: set[int] = set()
         self.events: list[_Event] = []
         self.computes = False
 
@@ -127,49 +127,30 @@ class Allocations:
             bounds: The first event of each, and of what comes after the last.
             ends_in_step: The last part is not whole; what is live between steps was seen before it.
         """
-        starts, ends = bounds[:-1], bounds[1:]
-        peaks, live = [], _Live()
-        for start, end in zip(starts, ends, strict=True):
-            at, most = start, live.total
-            for index in range(start, end):
-                live.apply(self.events[index])
-                if live.total > most:
-                    at, most = index + 1, live.total
-            peaks.append(at)
-        wanted = sorted({*peaks, *ends})
-        memories, live, done = {}, _Live(), 0
-        for end in wanted:
-            for event in self.events[done:end]:
-                live.apply(event)
-            done = end
-            memories[end] = self._memory(live, self.events[end - 1].line if end else "")
+        ends, totals = bounds[1:], [0]
+        sizes: dict[int, int] = {}
+        for event in self.events:
+            totals.append(totals[-1] + event.bytes - sizes.get(event.number, 0))
+            sizes[event.number] = event.bytes
+        peaks = [max(range(start, end + 1), key=totals.__getitem__) for start, end in itertools.pairwise(bounds)]
+        memories = {end: self._memory(end) for end in {*peaks, *ends}}
         rests = [*ends[:-1], ends[-2]] if ends_in_step and len(ends) > 2 else ends
         return tuple(
             Moment(label, memories[rest], memories[peak])
             for label, rest, peak in zip(labels, rests, peaks, strict=True)
         )
 
-    def _memory(self, live: _Live, line: str) -> Memory:
+    def _memory(self, end: int) -> Memory:
+        """What is live after so many events."""
+        sizes = {event.number: event.bytes for event in self.events[:end]}
+        line = self.events[end - 1].line if end else ""
         kinds: Counter[str] = Counter()
         holders: Counter[tuple[str, str]] = Counter()
-        for number, size in live.sizes.items():
+        for number, size in sizes.items():
             kinds[self._kinds[number]] += size
             holders[self._kinds[number], self._lines[number]] += size
-        largest = tuple(Holder(kind, size, at or None) for (kind, at), size in holders.most_common(_HOLDERS))
+        largest = tuple(Holder(kind, size, at or None) for (kind, at), size in holders.most_common(_HOLDERS) if size)
         return Memory(**kinds, where=line or None, holders=largest)
-
-
-class _Live:
-    """The storages that live at some time."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
-        self.total = 0
-
-    def apply(self, event: _Event) -> None:
-        self.total += event.bytes - self.sizes.pop(event.number, 0)
-        if event.bytes:
-            self.sizes[event.number] = event.bytes
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
