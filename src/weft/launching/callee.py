@@ -18,7 +18,7 @@ from weft.environments import cores_here
 from weft.errors import MissingExtra
 from weft.launching.agent import supervise
 from weft.launching.failures import earlier_tracebacks
-from weft.launching.mailbox import CALL_FILE, ENDING_FILE, RankCall, dumps
+from weft.launching.mailbox import CALL_FILE, ENDING_FILE, dumps
 from weft.launching.plan import make_plan, secret_of
 from weft.launching.rank_main import as_rank
 from weft.peers.replica_groups import REPLICA_VARIABLE
@@ -61,10 +61,9 @@ def run_call(folder: str, secret: str) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)  # a pipe; whole lines, and at once
     with as_rank(place, variables={SECRET_VARIABLE: secret, REPLICA_VARIABLE: ""}) as here:
-        call = RankCall(*pickle.loads((place / CALL_FILE).read_bytes()))
-        sys.path[:], sys.argv[:] = call.path, call.arguments
+        sys.path[:], sys.argv[:], call = pickle.loads((place / CALL_FILE).read_bytes())
         try:
-            fn, args = pickle.loads(call.pickled)
+            fn, args = pickle.loads(call)
             result = dumps(fn(*args), f"launch_function: the result of rank {here.rank}")
         except Exception as error:
             with contextlib.suppress(TypeError, MissingExtra):  # then the caller gets the traceback alone

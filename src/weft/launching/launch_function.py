@@ -2,7 +2,7 @@
 
 This process starts a launcher and waits; it makes no group, forks nothing and keeps its environment. Function,
 results and errors travel as pickles through a folder that only the user can read, and that is gone at the end:
-    call                        the function and its arguments
+    call                        where modules are found, `sys.argv`, and the pickled function with its arguments
     result-<rank>               what it returned
     error-<attempt>-<rank>      what it raised
     ending.json                 what the launcher says; see callee.py for the other side
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from weft.checks import check_count
 from weft.context.start import launched
 from weft.errors import ContextError, PeerError
-from weft.launching.mailbox import CALL_FILE, ENDING_FILE, RankCall, dumps
+from weft.launching.mailbox import CALL_FILE, ENDING_FILE, dumps
 
 R = TypeVar("R")
 
@@ -74,10 +74,10 @@ def launch_function(fn: Callable[..., R], n: int, *args: Any, max_restarts: int 
         check_count("launch_function", name, value, least=least, fix="weft.launch_function(fn, 2, max_restarts=0)")
     _refuse_in_a_rank()
     what = f"launch_function: {getattr(fn, '__qualname__', fn)} and its arguments"
-    call = RankCall(list(sys.path), list(sys.argv), dumps((fn, args), what))
+    call = sys.path, sys.argv, dumps((fn, args), what)
     with tempfile.TemporaryDirectory(prefix="weft-") as name:
         folder = Path(name)
-        (folder / CALL_FILE).write_bytes(pickle.dumps(tuple(call)))
+        (folder / CALL_FILE).write_bytes(pickle.dumps(call))
         code = _run_launcher(["-n", str(n), "--max-restarts", str(max_restarts), name])
         results = [folder / f"result-{rank}" for rank in range(n)]
         if code == 0 and all(path.exists() for path in results):
