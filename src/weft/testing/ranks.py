@@ -189,7 +189,7 @@ class _Server:
         fd = listen_at("127.0.0.1", 0)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=fd)
         self._names = itertools.count()
-        self._finalizer = weakref.finalize(self, _end_server, self._process, self._control, self.folder)
+        self.close = weakref.finalize(self, _end_server, self._process, self._control, self.folder)
         if self._lines.readline() != "ready\n":
             raise WeftError("run_ranks: the process that ranks are forked from did not start; see its output above")
 
@@ -216,9 +216,6 @@ class _Server:
         answer = json.loads(self._lines.readline())["ended"]
         return {int(pid): code for pid, code in answer.items()}
 
-    def close(self) -> None:
-        self._finalizer()
-
 
 def _end_server(process: subprocess.Popen[bytes], control: socket.socket, folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
@@ -238,18 +235,13 @@ class _RankWorld:
     def __init__(self, server: _Server, n: int, backend: str) -> None:
         self._server = server
         self._pids, self._pipes = server.fork(n, backend)
-        self._wait_until_ready()
-
-    def _wait_until_ready(self) -> None:
-        """Wait until all ranks have met, so that this takes nothing from the time of the first call."""
-        try:
+        try:  # all meet now, so that this takes nothing from the time of the first call
             for pipe in self._pipes:
                 pipe.recv_bytes()  # or the rank ends: its own meeting has a timeout
-        except (EOFError, ConnectionResetError) as error:
+        except BaseException as error:
             self.kill()
-            raise WeftError("run_ranks: a rank could not join its group; see its output above") from error
-        except BaseException:
-            self.kill()
+            if isinstance(error, (EOFError, ConnectionResetError)):
+                raise WeftError("run_ranks: a rank could not join its group; see its output above") from error
             raise
 
     def is_ready(self) -> bool:
@@ -270,8 +262,7 @@ class _RankWorld:
                 try:
                     answers[rank] = pickle.loads(waiting[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    answers[rank] = {"ok": False, "error": None, "trace": "", "died": True}
-                    answers[rank]["output"] = self._printed(rank)
+                    answers[rank] = {"ok": False, "died": True, "output": self._printed(rank)}
                 del waiting[rank]
                 if not answers[rank]["ok"]:
                     end = min(end, time.monotonic() + _GRACE_S)
