@@ -227,7 +227,7 @@ def _findings(run: Run) -> Iterator[tuple[str, str]]:
             yield f"{lost[0]:,}", f"{series} is not finite at {len(lost)} step(s): {at}"
 
 
-def _measured(run: Run) -> list[tuple[str, str, str]]:
+def _measured(run: Run) -> list[tuple[str, ...]]:
     """What `probe_results` said last."""
     last = run.texts.get(_PROBES, [])[-1:]
     return [(*line.partition(": ")[::2], f"{step:,}") for step, text in last for line in text.splitlines()]

@@ -6,6 +6,7 @@ Each can be closed, which finishes the run: see `weft.monitoring.closing`. What 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -113,10 +114,14 @@ def swanlab(
             run.config.update(found.configs)
         for path in found.artifacts.values():
             run.save(path, base_path=str(Path(path).parent))
-        if row := found.row(image, None if table is None else lambda columns, data: table().add(columns, data)):
+        if row := found.row(image, None if table is None else partial(_swanlab_table, table)):
             run.log(row, step=step)
 
     return _tracker(write, lambda: run.finish(**({"state": "crashed", "error": "error"} if is_failing() else {})))
+
+
+def _swanlab_table(table: Callable[[], Any], columns: list[str], data: list[list[Any]]) -> Any:
+    return table().add(columns, data)
 
 
 def trackio(
