@@ -63,19 +63,12 @@ class Traffic:
 
     def __init__(self) -> None:
         self.noted: list[tuple[str, tuple[int, ...], int]] = []
-        self._ranks: dict[str, tuple[int, ...]] = {}
 
     def note(self, kind: str, group: Any, size: int) -> None:
         """One message."""
-        ranks = group.ranks if isinstance(group, PretendedGroup) else self._ranks_of(group)
+        ranks = group.ranks if isinstance(group, PretendedGroup) else tuple(dist.get_process_group_ranks(group))
         if len(ranks) > 1:
             self.noted.append((kind, ranks, size))
-
-    def _ranks_of(self, group: dist.ProcessGroup) -> tuple[int, ...]:
-        name = str(group.group_name)
-        if name not in self._ranks:
-            self._ranks[name] = tuple(dist.get_process_group_ranks(group))
-        return self._ranks[name]
 
     def see(self, func: Any, args: Sequence[Any]) -> None:
         """An operation that may be a message. Pretended groups note theirs, but for those that never reach them."""
