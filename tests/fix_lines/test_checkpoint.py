@@ -511,6 +511,7 @@ class Gathered(Box):
 def _differs(ctx, folder):
     with told("checkpoint/draft.py", "the state differs between the ranks") as it:
         weft.save(_state(ctx, box=Box(ctx.rank))[0], folder, 1, ctx)
+    assert "box/value on rank 1" in str(it.error)
     fix = weft.broadcast(it.fix, ctx)
     weft.save(_state(ctx, box=Gathered(ctx.rank, fix, ctx))[0], folder, 1, ctx)
 

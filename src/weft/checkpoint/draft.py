@@ -45,6 +45,7 @@ from weft.errors import CheckpointError, listed
 from weft.tensors.blocks import Block, Held
 
 Write: TypeAlias = Callable[[IO[bytes]], FileEntry]  # writes the file of this rank
+_NAMED = 64  # plain values of one object that are compared each by itself; more of them together
 
 
 # -- what a rank brings ------------------------------------------------------------------------------
@@ -146,8 +147,12 @@ def _blocks_to_write(content: Content, ranks: Mapping[str, Sequence[int]], ctx: 
 
 
 def _digests(brought: Outline) -> dict[str, str]:
-    """The plain values of each object, and what tensors it has, as hashes to be compared."""
-    texts = {key: [json.dumps(value)] for key, value in brought.values.items()}  # a NaN equals itself there
+    """The plain values of each object, by their names, and what tensors it has, as hashes to be compared."""
+    texts: dict[str, list[str]] = {key: [] for key in brought.values}
+    for key, value in brought.values.items():
+        named = isinstance(value, dict) and len(value) <= _NAMED
+        for name, one in value.items() if named else [("", value)]:
+            texts[f"{key}/{name}" if name else key] = [json.dumps(one)]  # a NaN equals itself there
     for name, entry in brought.tensors.items():
         texts[name.partition("/")[0]].append(f"{name} {entry.dtype} {entry.shape} {name in brought.sharded};")
     for name, origin in brought.same_as.items():
@@ -409,7 +414,8 @@ def _check_alike(parts: Sequence[Mapping[str, Any]]) -> None:
             "save: the state differs between the ranks",
             found=listed(different),
             expected="the same plain values, and the same tensors, sharded the same way, on all ranks",
-            fix="value = weft.collectives.gather_objects(value, ctx)  # in state_dict(): a list, the same on all ranks",
+            fix="value = weft.collectives.gather_objects(value, ctx)  # in state_dict(), of each rank's own: a list. "
+            "What should be the same on all ranks follows from weft.gather, weft.reduce or weft.broadcast",
         )
 
 

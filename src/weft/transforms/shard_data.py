@@ -130,7 +130,8 @@ def shard_data(
             begins, in the new order.
         with_ids: Yield pairs of the batch and its `SampleIds`: sample ids and which of them are valid.
         keyed: Read every sample with random states that are a function of (seed, epoch, sample id), so
-            that random augmentation in the dataset is the same at any number of ranks and workers.
+            that random augmentation in the dataset is the same at any number of ranks and workers. A `collate_fn`
+            cannot draw then: what it draws depends on the other samples of the batch.
         cost: What a sample costs, for `balance`: a number above 0 per index of the dataset, or a function of the
             index. Lengths, or what attention costs: `lambda i: lengths[i] ** 2`.
         balance: "samples": all ranks get equally many. "tokens": the samples of each step are divided into pieces of
@@ -148,6 +149,7 @@ def shard_data(
         ValueError: Data that was split already, without `already_sharded`; an indivisible batch; fewer shards
             than ranks; samples that cannot be split as `uneven` asks.
         ContextError: The ranks pass different datasets or settings.
+        ContractError: In the loop: `collate_fn` draws random numbers, with `keyed`.
         PeerError: Another rank failed.
 
     Example:
