@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:  # an engine is imported when it is chosen
     from weft.engines.options import RecomputeOptions, ReduceOptions, ShardOptions
-    from weft.engines.peers import Peers
     from weft.engines.results import Axes, ReducedModule, Releasable, Undoable
+    from weft.peers.ledger import Ledger
 
 
 class Devices(Protocol):
@@ -79,13 +79,13 @@ class Engine(Devices, Protocol):
         """Give parameters and buffers the values of the group's first rank, where they have any."""
 
     def reduce_gradients(
-        self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Peers
+        self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Ledger
     ) -> ReducedModule:
         """Average the gradients of `module` over `group` in every backward pass."""
         ...
 
     def shard(
-        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Peers
+        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Ledger
     ) -> ReducedModule:
         """Shard a module over a mesh of one axis, or two (replica, shard), whose ranks form `group`."""
         ...

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engines.deepspeed.placeholders import GradientPlaceholders, is_local
-from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.errors import ContractError, UnusedParameters, listed
+from weft.peers.ledger import Ledger
 from weft.tensors.messages import broadcast
 from weft.tensors.nested import tensors
 from weft.tensors.sharded_grad import CutGradient
@@ -42,7 +42,7 @@ class BackwardPasses:
 
     stand_ins: GradientPlaceholders
     stage: int
-    peers: Peers
+    peers: Ledger
     shared: SharedBuffers | None
     enabled: bool = True
     _due: bool = False  # the window owes a reduction

@@ -22,10 +22,10 @@ from weft.engines.deepspeed.library import GroupView, lend_process_state
 from weft.engines.deepspeed.parameters import OptimizerState, Parameters
 from weft.engines.deepspeed.placeholders import GradientPlaceholders
 from weft.engines.deepspeed.step import Step
-from weft.engines.peers import Peers
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.engines.torch.steps.watch import Steps, settings_of
+from weft.peers.ledger import Ledger
 
 
 class PartitionOptions(NamedTuple):
@@ -49,7 +49,7 @@ class PartitionOptions(NamedTuple):
     local_rank: int
     make_real: Callable[[nn.Module], None] | None
     moved: Callable[[], None]
-    peers: Peers
+    peers: Ledger
 
 
 class Partition:

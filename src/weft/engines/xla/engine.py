@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from weft.engines.options import RecomputeOptions, ReduceOptions, ShardOptions
-from weft.engines.peers import Peers
 from weft.engines.results import ReducedModule, Undoable
 from weft.engines.torch.engine import TorchEngine
 from weft.engines.xla.activation_checkpoint import RecomputedOnXla
 from weft.engines.xla.device_layout import Laid, lay
 from weft.engines.xla.devices import XlaDevices
+from weft.peers.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class XlaEngine(XlaDevices, TorchEngine):
 
     @override
     def reduce_gradients(
-        self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Peers
+        self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Ledger
     ) -> ReducedModule:
         """A copy of `module` on every device of all hosts."""
         return _of_hosts(self, module, [name for name, _ in self.axes], "no", group)
 
     @override
     def shard(
-        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Peers
+        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Ledger
     ) -> ReducedModule:
         """Cut a module over the devices of all hosts."""
         return _of_hosts(self, module, list(mesh.mesh_dim_names or ()), "all", group)

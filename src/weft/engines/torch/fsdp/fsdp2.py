@@ -25,7 +25,6 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.options import Reduction, ShardOptions
-from weft.engines.peers import Peers
 from weft.engines.torch.fsdp.gather_order import watch_order
 from weft.engines.torch.fsdp.own_parameters import OwnParameters
 from weft.engines.torch.fsdp.pending_gradients import PendingGradients
@@ -49,6 +48,7 @@ from weft.engines.torch.parts.dtensor_reads import ReadChecks
 from weft.engines.torch.parts.linear_loss import HeadReads
 from weft.engines.torch.reducing.separate_reduction import SeparateReduction
 from weft.engines.torch.reducing.strategy import Strategy
+from weft.peers.ledger import Ledger
 from weft.tensors.dtensor import spec_of, state_of
 
 
@@ -56,7 +56,7 @@ class ShardedModule(Strategy):
     """FSDP2 on one module, as later transforms see it."""
 
     def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Peers
+        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Ledger
     ) -> None:
         super().__init__(module, group, options, peers)
         self._only_inputs = False  # the backward pass that runs is for gradients of inputs

@@ -33,7 +33,6 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.options import ReduceOptions
-from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.engines.torch.hooks.bypassed_forward import raise_bypassed_forward
 from weft.engines.torch.hooks.function_transforms import in_torch_func
@@ -48,6 +47,7 @@ from weft.engines.torch.reducing.transport import Transport
 from weft.engines.torch.reducing.zero_gradients import bring_zeros, zeros_for
 from weft.engines.torch.steps.watch import raise_step_inside
 from weft.errors import ContractError
+from weft.peers.ledger import Ledger
 
 
 class GradientReducer(Strategy):
@@ -58,7 +58,7 @@ class GradientReducer(Strategy):
         chosen: What of it the options did not say.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Peers) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Ledger) -> None:
         super().__init__(module, group, options, peers)
         self._options = options = replace(options, at_end=options.flat or fit_one_message(module, options))
         self.transport = Transport(module, group, options)
@@ -202,7 +202,7 @@ class GradientReducer(Strategy):
         missing = [] if self.finds_unused else trained.missing()
         lacking = trained.named(missing, besides=self._apart.named) if missing else []
         if lacking and not self._options.at_end:
-            # Peers wait for the buckets of these parameters, and shall not find out by waiting.
+            # The others wait for the buckets of these parameters, and shall not find out by waiting.
             bring_zeros(lacking, self._session.flag)
         transport.end(trained.got)
         if self._apart.named:

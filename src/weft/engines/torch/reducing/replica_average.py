@@ -17,13 +17,13 @@ from torch import nn
 
 from weft import torch_internals
 from weft.engines.options import StrategyOptions
-from weft.engines.peers import Replicas
 from weft.engines.torch.hooks.backward_session import BackwardSession, when_entered
 from weft.engines.torch.hooks.graph_walk import running_backward
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.engines.torch.reducing.flat_buffer import FlatPiece
 from weft.engines.torch.reducing.strategy import unused_error
+from weft.peers.replica_groups import ReplicaGroup
 from weft.tensors.dtensor import local
 from weft.tensors.messages import grouped, in_buckets
 
@@ -40,7 +40,7 @@ class ReplicaAverage:
 
     mean_over = 1
 
-    def __init__(self, module: nn.Module, replicas: Replicas, options: StrategyOptions, *, alone: bool) -> None:
+    def __init__(self, module: nn.Module, replicas: ReplicaGroup, options: StrategyOptions, *, alone: bool) -> None:
         self.enabled = True
         self._due = False
         self._kinds: list[tuple[int, torch.dtype, torch.Size]] = []

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engines.options import StrategyOptions
-from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.hooks.first_steps import FirstSteps
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.engines.torch.steps.watch import Steps, settings_of
 from weft.errors import NotSynchronized, UnusedParameters, listed
+from weft.peers.ledger import Ledger
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.messages import broadcast
 
@@ -31,7 +31,7 @@ class Strategy:
         finds_unused: Whether parameters may be without gradient, which then counts as zero.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: StrategyOptions, peers: Peers) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: StrategyOptions, peers: Ledger) -> None:
         self.enabled = True
         self.mean_over = dist.get_world_size(group)
         self._what = options.strategy

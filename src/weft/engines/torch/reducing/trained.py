@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.hooks.program_lines import strategy_line
 from weft.engines.torch.steps.watch import check_same_gradients
 from weft.errors import ContractError, listed
+from weft.peers.ledger import Ledger
 
 if TYPE_CHECKING:  # asking whether a parameter is reduced needs none of it
     from weft.engines.options import ReduceOptions
@@ -67,7 +67,7 @@ class TrainedParameters:
         if self.parameters:
             self._node, self._address = _gradient_node(self.parameters[0]), self.parameters[0].data_ptr()
 
-    def agreed_anew(self, module: nn.Module, peers: Peers) -> list[bool]:
+    def agreed_anew(self, module: nn.Module, peers: Ledger) -> list[bool]:
         """Notice that others are trained now, and agree about them. Collectives: then, two meetings.
 
         Returns:
@@ -183,7 +183,7 @@ class TrainedParameters:
             self._unreduced_versions = None
         return stepped
 
-    def check_same_gradients(self, what: str, optimizer: torch.optim.Optimizer, peers: Peers) -> None:
+    def check_same_gradients(self, what: str, optimizer: torch.optim.Optimizer, peers: Ledger) -> None:
         """Raise if gradients that `optimizer` is about to use differ between the ranks; a meeting.
 
         Args:

@@ -19,10 +19,10 @@ from torch import nn
 
 from weft import torch_internals
 from weft.checks import check_count, check_optimizer
-from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import before_every_step, parameters_of
 from weft.engines.torch.steps.rebind import state_as
 from weft.errors import ContractError, listed, type_error
+from weft.peers.ledger import Ledger
 from weft.tensors.dtensor import local, resting_parameters
 from weft.tensors.messages import add_up, broadcast
 from weft.tensors.nested import map_tensors
@@ -95,7 +95,7 @@ class LocalSteps:
         optimizer: torch.optim.Optimizer,
         group: dist.ProcessGroup | None,
         options: LocalStepOptions,
-        peers: Peers | None,
+        peers: Ledger | None,
         stacked: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self.apart_over = (options.axis,)

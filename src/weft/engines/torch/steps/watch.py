@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from weft import torch_internals
-from weft.engines.peers import Peers, differing
 from weft.engines.torch.hooks.every_optimizer import after_every_step, before_every_step, optimizers_of, parameters_of
 from weft.engines.torch.parts.refuse_pickle import refuse_optimizer_file
 from weft.engines.torch.steps.swapped import StepsOnOthers, replace_closure, step_hooks
 from weft.errors import ContractError, NotSynchronized, listed
+from weft.peers.ledger import Ledger
 from weft.tensors.checksums import checksums
 from weft.tensors.dtensor import is_sharded, local
 from weft.version import TESTED_TORCH
@@ -65,7 +65,7 @@ class Steps:
     """
 
     def __init__(
-        self, what: str, owner: StepOwner, group: dist.ProcessGroup, peers: Peers, module: nn.Module | None = None
+        self, what: str, owner: StepOwner, group: dist.ProcessGroup, peers: Ledger, module: nn.Module | None = None
     ) -> None:
         """Begin to see steps.
 
@@ -277,7 +277,7 @@ def _plain(value: object) -> object:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], peers: Peers) -> None:
+def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], peers: Ledger) -> None:
     """Raise if gradients that no backward pass has reduced differ between the ranks. Collectives: none; a meeting.
 
     A rank that comes here alone, while the others reduce gradients in backward, is found at the meeting; in a
@@ -295,7 +295,7 @@ def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], p
     gradients = {name: _values(p.grad) for name, p in named}
     sums = iter(checksums(values for values in gradients.values() if values is not None))
     mine = {name: None if values is None else next(sums) for name, values in gradients.items()}
-    wrong = differing(peers, "optimizer.step() without a backward pass", mine)
+    wrong = peers.differing("optimizer.step() without a backward pass", mine)
     if wrong:
         raise NotSynchronized(
             f"{what}: a step on gradients that were not averaged over the ranks",
