@@ -1,4 +1,4 @@
-"""`Devices`: where a rank computes. `Engine`: the few things that torch and torch-xla do in their own ways.
+"""`Engine`: where a rank computes, and the few things that torch and torch-xla do in their own ways.
 
 `Spmd` is what is asked, besides, where one process drives several devices.
 """
@@ -20,8 +20,11 @@ if TYPE_CHECKING:  # an engine is imported when it is chosen
     from weft.peers.ledger import Ledger
 
 
-class Devices(Protocol):
-    """Where a rank computes: the devices of an engine, what is brought there, and their random numbers.
+class Engine(Protocol):
+    """What torch and torch-xla do in their own ways; held by a context as a value.
+
+    Most of it is about where a rank computes: the devices, what is brought there, and their random numbers. For
+    everything else, transforms name the class of `weft.engines.torch` that does it.
 
     Attributes:
         name: Shown to users.
@@ -67,13 +70,6 @@ class Devices(Protocol):
 
     def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
         """Resume from a random state."""
-
-
-class Engine(Devices, Protocol):
-    """What torch and torch-xla do in their own ways; held by a context as a value.
-
-    For everything else, transforms name the class of `weft.engines.torch` that does it.
-    """
 
     def broadcast_state(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         """Give parameters and buffers the values of the group's first rank, where they have any."""
