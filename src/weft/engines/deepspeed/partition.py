@@ -88,7 +88,7 @@ class Partition:
         self._state = OptimizerState(parameters, buffers)
         self._names = {p: name for name, p in module.named_parameters() if p in buffers.places}
         self._stand_ins = GradientPlaceholders(type(module).__name__, self._names, buffers, view)
-        shared = SharedBuffers(module) if options.buffers and any(True for _ in module.buffers()) else None
+        shared = SharedBuffers(module, shared=options.buffers)
         self._passes = BackwardPasses(self._stand_ins, options.stage, options.peers, shared)
         self._step = Step(engine, groups, self._stand_ins, watches=options.stage < 3)
         assert view.group is not None
@@ -195,8 +195,7 @@ class Partition:
         internals.END_FORWARD.of(self.engine)()
         if self._lent:
             self._lent.pop().__exit__(None, None, None)
-        if torch.is_grad_enabled():
-            self._passes.watch_output(output)
+        self._passes.watch_output(output)
 
     def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A listed method is called: the same as around forward."""

@@ -180,8 +180,7 @@ class ShardedModule(Strategy):
             self._units.start_anew(module)
         elif torch.is_grad_enabled():
             when_entered(output, self._entrance)
-            if self._buffers is not None:
-                self._buffers.watch(output)
+            self._buffers.watch(output)
         else:
             # No backward will free what was gathered, and `parameters()` shall be what is trained.
             self._units.reshard()

@@ -134,8 +134,7 @@ class GradientReducer(Strategy):
         if with_gradients:
             self._called_at = torch_internals.VERSION.of(trained.parameters[0])
             self.transport.prepare()
-            if self._buffers is not None:
-                self._buffers.watch(output)
+            self._buffers.watch(output)
         finds_unused = self.finds_unused and not in_torch_func()
         return self.transport.expect(output, enabled=self.enabled) if finds_unused else output
 

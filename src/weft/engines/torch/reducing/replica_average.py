@@ -49,8 +49,7 @@ class ReplicaAverage:
         self._of_buffers: list[_Flat] = []
         self._named = dict(module.named_parameters())
         self._alone = alone
-        self._buffers = SharedBuffers(module)
-        self._shares = options.buffers == "broadcast" and bool(self._buffers.tensors())
+        self._buffers = SharedBuffers(module, shared=options.buffers == "broadcast")
         self._class_name = type(module).__name__
         self._replicas = replicas
         self._options = options
@@ -79,8 +78,7 @@ class ReplicaAverage:
     def _watch(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self._alone:  # gradients of the parameters themselves come from a strategy
             when_entered(output, lambda _: self._session.enter())
-        if self._shares and torch.is_grad_enabled():
-            self._buffers.watch(output)
+        self._buffers.watch(output)
 
     def begin_window(self) -> None:
         """Backward passes keep their gradients here from now on."""
@@ -108,7 +106,7 @@ class ReplicaAverage:
                 piece.attach()
 
     def _end(self) -> None:
-        if self._shares:
+        if self._buffers.shared:
             self._buffers.passed(retained=running_backward().retains_graph)
         if self.enabled:
             self._due = False
@@ -194,7 +192,7 @@ class ReplicaAverage:
                 self._pieces.append(FlatPiece(same, [places[id(p)] for p in same], keeps_values=False, room=1))
             else:
                 self._of_gradients.append(_Flat(gradients, which, self._options.dtype))
-        buffers = self._buffers.tensors() if self._shares else []
+        buffers = self._buffers.tensors()
         self._of_buffers = [_Flat(buffers, which) for which in _by_kind(buffers)]
 
 

@@ -19,7 +19,6 @@ from weft.engines.torch.steps.watch import Steps, settings_of
 from weft.errors import NotSynchronized, UnusedParameters, listed
 from weft.peers.ledger import Ledger
 from weft.tensors.dtensor import is_sharded
-from weft.tensors.messages import broadcast
 
 
 class Strategy:
@@ -42,8 +41,7 @@ class Strategy:
         self._due = False  # the running window owes a reduction
         self._reductions = 0
         self._place = 0  # of the last one among those of all modules
-        shares = options.buffers == "broadcast" and any(True for _ in module.buffers())
-        self._buffers = SharedBuffers(module) if shares else None
+        self._buffers = SharedBuffers(module, shared=options.buffers == "broadcast")
         self.finds_unused = options.unused == "zero"
         self._removable = Removable()
         self._first_steps = FirstSteps(self._what, self._class_name, peers)
@@ -123,12 +121,10 @@ class Strategy:
 
     def _pass_on_buffers(self, retains_graph: Callable[[], bool], *, reduced: bool = True) -> None:
         """Broadcast buffers after a backward pass, if it was reduced; see [Note: passes that wait]."""
-        if self._buffers is None:
-            return
-        self._buffers.passed(retained=retains_graph())
-        group = self._group
-        if reduced and group is not None:
-            self._buffers.receive(lambda buffers: broadcast(buffers, group), is_first=dist.get_rank(group) == 0)
+        if self._buffers.shared:
+            self._buffers.passed(retained=retains_graph())
+            if reduced and self._group is not None:
+                self._buffers.broadcast(self._group)
 
     def _before(self, module: Any = None, args: Any = (), kwargs: Any = None) -> None:
         """The module is about to be called."""
