@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from weft.engines.deepspeed import internals
-from weft.engines.deepspeed.buffers import Buffers, FlatRange, chunks_of
+from weft.engines.deepspeed.buffers import Buffers, FlatRange
 from weft.engines.deepspeed.library import Attributes, GroupView
 from weft.engines.torch.steps.swapped import SHARED_STATE
 from weft.errors import ContractError, listed
@@ -151,20 +151,18 @@ class OptimizerState:
     @torch.no_grad()
     def show(self, optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None:
         """Put the state into `optimizer.state`, by parameter."""
-        buffers = self._buffers
-        for group in range(buffers.groups()):
-            flat, state = buffers.opened(group)
-            for parameter, place in chunks_of(buffers.places, group):
-                shown: dict[str, Any] = {}
-                for key, value in state.items():
-                    if _is_flat(value, flat):
-                        full = self._parameters.whole(parameter, value.view(-1)[place.at : place.at + place.number])
-                        shown[key] = full if whole else self._parameters.shown(full)
-                    else:
-                        shown[key] = value.clone() if isinstance(value, torch.Tensor) else value
-                if shown:
-                    optimizer.state[parameter] = shown
-            buffers.close(group, changed=False)
+        for group, held in self._buffers.groups().items():
+            with self._buffers.opened(group, change=False) as (flat, state):
+                for parameter, place in held:
+                    shown: dict[str, Any] = {}
+                    for key, value in state.items():
+                        if _is_flat(value, flat):
+                            full = self._parameters.whole(parameter, value.view(-1)[place.at : place.at + place.number])
+                            shown[key] = full if whole else self._parameters.shown(full)
+                        else:
+                            shown[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                    if shown:
+                        optimizer.state[parameter] = shown
 
     @torch.no_grad()
     def take(self, optimizer: torch.optim.Optimizer) -> None:
@@ -172,25 +170,23 @@ class OptimizerState:
 
         What lies on a disk is known there by its tensor: tensors are overwritten and not replaced.
         """
-        buffers = self._buffers
         if self._is_new and not optimizer.state:
             return
         self._is_new = False
-        for group in range(buffers.groups()):
-            given = {p: optimizer.state.get(p) or {} for p, _ in chunks_of(buffers.places, group)}
+        for group, held in self._buffers.groups().items():
+            given = {p: optimizer.state.get(p) or {} for p, _ in held}
             self._check(given)
-            flat, state = buffers.opened(group)
-            values = next(iter(given.values()), {})
-            for key in set(state) - set(values):
-                del state[key]
-            for key, value in values.items():
-                if not isinstance(value, torch.Tensor) or key in SHARED_STATE:
-                    state[key] = value.clone() if isinstance(value, torch.Tensor) else value
-                elif not _is_flat(state.get(key), flat):
-                    state[key] = torch.zeros_like(flat)
-            for parameter, place in chunks_of(buffers.places, group):
-                self._fill(flat, state, given[parameter], place)
-            buffers.close(group, changed=True)
+            with self._buffers.opened(group, change=True) as (flat, state):
+                values = next(iter(given.values()))
+                for key in set(state) - set(values):
+                    del state[key]
+                for key, value in values.items():
+                    if not isinstance(value, torch.Tensor) or key in SHARED_STATE:
+                        state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                    elif not _is_flat(state.get(key), flat):
+                        state[key] = torch.zeros_like(flat)
+                for parameter, place in held:
+                    self._fill(flat, state, given[parameter], place)
 
     def _fill(self, flat: torch.Tensor, state: Mapping[str, Any], given: Mapping[str, Any], place: FlatRange) -> None:
         for key, value in given.items():
