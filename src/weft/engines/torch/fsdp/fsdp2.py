@@ -240,7 +240,7 @@ class ShardedModule(Strategy):
         self._order.end()
         self._note_reduction()
         self._held.pending = False
-        unused = self._unused.names().union(self._trained.average_unsharded())
+        unused = self._unused.names().union(self._trained.unsharded.average())
         if self.finds_unused:
             self._unused.forget(unused, self._trained.named(), self._trained.every, self._group)
         self._pass_on_buffers(lambda: self._retains_graph)

@@ -80,7 +80,3 @@ class TrainedShards:
             self._watch.look(module)
             self._watch.agree(peers)
             self.unsharded.take(dict(module.named_parameters()), self._entrance)
-
-    def average_unsharded(self) -> list[str]:
-        """Average the gradients of parameters that FSDP2 does not cut, as `SeparateReduction.average` does."""
-        return self.unsharded.average() if self.unsharded.named else []

@@ -143,14 +143,6 @@ class Steps:
                     fix=f"optimizer.step()  # of {kind} itself; or pip install 'torch=={TESTED_TORCH[-1]}'",
                 )
 
-    def arrange(self, optimizer: torch.optim.Optimizer) -> None:
-        """One whose steps are seen is about to step, and no hook on it has run: let it step on tensors of one kind."""
-        seen = self._seen.get(optimizer)
-        if seen is not None and any(is_sharded(p) for p in parameters_of(optimizer)):
-            from weft.engines.torch.sharded_step.one_kind import step_on_one_kind  # noqa: PLC0415  (DTensors are there)
-
-            seen.handles += step_on_one_kind(optimizer)
-
     def check_other(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         """Raise if an optimizer that holds nothing of the module was meant for it.
 
@@ -182,7 +174,10 @@ class Steps:
         self._group = None
 
     def _see(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer is about to step: attach it before its first step, if it holds parameters of the module."""
+        """Any optimizer is about to step: attach it before its first step, if it holds parameters of the module.
+
+        One whose steps are seen steps on tensors of one kind.
+        """
         module = None if self._module is None else self._module()
         if module is None:
             return
@@ -193,7 +188,11 @@ class Steps:
                 self.attach(optimizer)
             else:
                 self.check_other(optimizer, module)
-        self.arrange(optimizer)
+        seen = self._seen.get(optimizer)
+        if seen is not None and any(is_sharded(p) for p in parameters_of(optimizer)):  # no hook on it has run yet
+            from weft.engines.torch.sharded_step.one_kind import step_on_one_kind  # noqa: PLC0415  (DTensors are there)
+
+            seen.handles += step_on_one_kind(optimizer)
 
     def _note_fused(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the versions of parameters tell of every step of ours: torch's fused kernels leave them as they are."""
