@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:  # an engine is imported when it is chosen
     from weft.engines.options import RecomputeOptions, ReduceOptions, ShardOptions
-    from weft.engines.results import Axes, ReducedModule, Releasable, Undoable
+    from weft.engines.results import Axes, ReducedModule, Undoable
+    from weft.engines.torch.hooks.every_optimizer import StepHook
     from weft.peers.ledger import Ledger
 
 
@@ -113,8 +114,8 @@ class Spmd(Protocol):
         """The engine that computes on a mesh of devices, and the axes of the ranks."""
         ...
 
-    def begin(self, device: torch.device, seed: int) -> Releasable:
-        """What has to be there as long as a context lives."""
+    def begin(self, device: torch.device, seed: int) -> StepHook[Any]:
+        """What has to be done in all steps as long as a context lives."""
         ...
 
     def check_dtype(self, what: str, dtype: torch.dtype | None) -> None:

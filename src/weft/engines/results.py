@@ -15,13 +15,6 @@ class Undoable(Protocol):
         """Leave the object as it was before the transform."""
 
 
-class Releasable(Protocol):
-    """Something that a context keeps until it is closed."""
-
-    def release(self) -> None:
-        """Let it go."""
-
-
 @runtime_checkable
 class GradSync(Protocol):
     """Offered by transforms that reduce gradients over ranks in backward.

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from weft.engines.options import RecomputeOptions, ReduceOptions, ShardOptions
-from weft.engines.results import Axes, ReducedModule, Releasable, Undoable
+from weft.engines.results import Axes, ReducedModule, Undoable
 from weft.engines.torch.engine import TorchEngine
+from weft.engines.torch.hooks.every_optimizer import StepHook, after_every_step, parameters_of
 from weft.engines.xla.activation_checkpoint import RecomputedOnXla
-from weft.engines.xla.device_layout import Laid, StepEnd, lay
+from weft.engines.xla.device_layout import Laid, lay, lay_state
 from weft.engines.xla.device_transfer import fetch, place, prefetch, send
 from weft.engines.xla.library import TorchXLA, check_processes, library, use_spmd
 from weft.errors import ContextError, value_error
@@ -87,10 +88,18 @@ class XlaEngine(TorchEngine):
     def select(self, device: torch.device) -> None:
         """There is one."""
 
-    def begin(self, device: torch.device, seed: int) -> Releasable:
+    def begin(self, device: torch.device, seed: int) -> StepHook[Self]:
         """End the graph with every step of an optimizer; draw random numbers from `seed` on."""
         self.seed(device, seed)
-        return StepEnd(self._lib, self._mesh)
+        return after_every_step(self, XlaEngine._end_step)
+
+    def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Other optimizers than those of XLA are left alone."""
+        if any(p.device.type == "xla" for p in parameters_of(optimizer)):
+            if self._mesh is not None:
+                # State that this step has made, while it is a part of the graph; see [Note: marks get lost].
+                lay_state(self._mesh, optimizer)
+            self._lib.torch_xla.sync()
 
     @override
     def backend(self, device: torch.device) -> str:
