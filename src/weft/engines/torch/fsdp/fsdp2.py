@@ -226,15 +226,13 @@ class ShardedModule(Strategy):
             self._unused.begin(self._trained.named() if self.finds_unused else None)
 
     def _end(self) -> None:
-        if self._only_inputs:
-            self._only_inputs = False
+        if self._only_inputs or not self.enabled or self._group is None:
             self._pass_on_buffers(lambda: self._retains_graph, reduced=False)
-            if self.enabled:
+            if not self._only_inputs:
+                self._held.pending = not self.enabled
+            elif self.enabled:
                 self._units.synchronize(enabled=True)
-            return
-        if not self.enabled or self._group is None:
-            self._held.pending = not self.enabled
-            self._pass_on_buffers(lambda: self._retains_graph, reduced=False)
+            self._only_inputs = False
             return
         self._order.check_called(self._unused.reduced)
         self._order.end()
