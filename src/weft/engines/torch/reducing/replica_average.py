@@ -19,7 +19,7 @@ from weft import torch_internals
 from weft.engines.options import StrategyOptions
 from weft.engines.torch.hooks.backward_session import BackwardSession, when_entered
 from weft.engines.torch.hooks.graph_walk import running_backward
-from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.hooks.method_hooks import Attached, attach
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.engines.torch.reducing.flat_buffer import FlatPiece
 from weft.engines.torch.reducing.strategy import unused_error
@@ -30,7 +30,7 @@ from weft.tensors.messages import grouped, in_buckets
 _BUCKET_BYTES = 25 * 2**20
 
 
-class ReplicaAverage:
+class ReplicaAverage(Attached):
     """Averages the gradients of one module.
 
     Attributes:
@@ -41,6 +41,7 @@ class ReplicaAverage:
     mean_over = 1
 
     def __init__(self, module: nn.Module, replicas: ReplicaGroup, options: StrategyOptions, *, alone: bool) -> None:
+        super().__init__()
         self.enabled = True
         self._due = False
         self._kinds: list[tuple[int, torch.dtype, torch.Size]] = []
@@ -55,7 +56,6 @@ class ReplicaAverage:
         self._options = options
         self._session = BackwardSession(self._begin, self._end, rounds=2)  # after the ranks of this replica
         self._got = bytearray(len(self._named))  # which parameters a gradient has reached since they had none
-        self._removable = Removable()
         self._seen: set[int] = set()  # parameters, by their places
         if alone:
             self._see_arrivals()
@@ -66,10 +66,6 @@ class ReplicaAverage:
             if p.requires_grad and index not in self._seen:
                 self._seen.add(index)
                 self._removable.add(p.register_post_accumulate_grad_hook(partial(self._arrive, index)).remove)
-
-    def undo(self) -> None:
-        """Take the hooks off."""
-        self._removable.remove()
 
     def _arrive(self, index: int, parameter: torch.Tensor) -> None:
         self._got[index] = 1
