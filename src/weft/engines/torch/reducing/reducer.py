@@ -153,7 +153,7 @@ class GradientReducer(Strategy):
                 self._take_parameters(module)
         self._first_steps.check_kept(trained.checked(self._what, self._class_name))
         if trained.parameters and self._steps.look(trained.parameters[0], lambda: trained.parameters):
-            check_hooks(self._what, self._class_name, zip(trained.names, trained.parameters, strict=True), own=1)
+            check_hooks(self._what, self._class_name, trained.by_name.items(), own=1)
             if self._steps.changed and self.enabled and not (self._reductions or trained.pending):
                 self._first_steps.compare_changed(trained.same_on_all())
 
@@ -171,7 +171,7 @@ class GradientReducer(Strategy):
         trained = self._trained
         # Steps change the version: a call before the last step is no excuse for this backward.
         if self._called_at != torch_internals.VERSION.of(trained.parameters[0]):
-            name = trained.names[index]
+            name = list(trained.by_name)[index]
             raise_bypassed_forward(self._what, name, self._module(), self._class_name, self._options.methods)
         if torch.is_grad_enabled():
             raise ContractError(
@@ -221,7 +221,7 @@ class GradientReducer(Strategy):
         self._look()  # as in the forward passes that other ranks may make meanwhile, or this one has not made yet
         trained, transport = self._trained, self.transport
         pending = trained.has_pending()
-        without = [i for i, p in enumerate(trained.parameters) if p.grad is None]
+        without = [name for name, p in trained.by_name.items() if p.grad is None]
         number = str(self._reductions)
         if not pending:
             trained.forget()
@@ -233,7 +233,7 @@ class GradientReducer(Strategy):
             trained.got[:] = b"\1" * len(trained.got)
         with trained.unfrozen():
             bucketed = [] if self._options.at_end else trained.named(trained.reached(), besides=self._apart.named)
-            plain = trained.named(trained.names, besides=self._apart.named)
+            plain = trained.named(trained.by_name, besides=self._apart.named)
             anchor = plain[0] if plain else torch.zeros((), requires_grad=True)
             zeros = zeros_for(bucketed, anchor, self._session.enter)
             if not transport.armed:
@@ -242,10 +242,10 @@ class GradientReducer(Strategy):
             zeros.backward()
             self.enabled, self._due = enabled, due
         if not pending and self._peers.count(number, 0) == self.mean_over:
-            for i in without:  # no rank had a gradient: as in one process, there is none
-                trained.parameters[i].grad = None
+            for name in without:  # no rank had a gradient: as in one process, there is none
+                trained.by_name[name].grad = None
         elif pending and without and not self.finds_unused:
-            self._raise_unused([trained.names[i] for i in without])
+            self._raise_unused(without)
 
     # -- one step --------------------------------------------------------------------------------
 

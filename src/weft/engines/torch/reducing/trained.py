@@ -31,8 +31,8 @@ class TrainedParameters:
     """The trained parameters of one module.
 
     Attributes:
-        names: Their names.
-        parameters: In the same order.
+        by_name: Those that are guarded.
+        parameters: The same ones, in their order.
         got: Byte i is 1 when parameter i got a gradient.
         pending: Whether `.grad` holds gradients of a window that were not reduced; see [Note: pending gradients].
         watch: What the module's parameters were when they were last looked at.
@@ -42,7 +42,7 @@ class TrainedParameters:
         self.watch = ParameterWatch(what, module)
         self._apart = options.apart
         self._flat = options.flat
-        self.names: list[str] = []
+        self.by_name: dict[str, nn.Parameter] = {}
         self._agreed: set[str] = set()  # the same, and those that other ranks have
         self.parameters: list[nn.Parameter] = []
         self.got = bytearray()
@@ -57,7 +57,7 @@ class TrainedParameters:
     def take(self, named: Mapping[str, nn.Parameter], flag: bytearray, arrive: Arrive) -> None:
         """Guard these parameters from now on; `arrive` learns that the first gradient has reached parameter i."""
         self.release()
-        self.names, self.parameters = list(named), list(named.values())
+        self.by_name, self.parameters = dict(named), list(named.values())
         self._agreed = {*named, *self.watch.there}
         self.got, self._nothing = bytearray(len(named)), bytes(len(named))
         for index, parameter in enumerate(self.parameters):
@@ -119,8 +119,7 @@ class TrainedParameters:
 
     def same_on_all(self) -> dict[str, nn.Parameter]:
         """Those that are whole on each rank, by name."""
-        named = zip(self.names, self.parameters, strict=True)
-        return {name: p for name, p in named if name not in self._apart}
+        return {name: p for name, p in self.by_name.items() if name not in self._apart}
 
     def forget(self) -> None:
         """Begin to note anew which parameters get gradients."""
@@ -128,16 +127,16 @@ class TrainedParameters:
 
     def missing(self) -> list[str]:
         """Names of those that got no gradient."""
-        return [] if all(self.got) else [name for name, got in zip(self.names, self.got, strict=True) if not got]
+        return [] if all(self.got) else [name for name, got in zip(self.by_name, self.got, strict=True) if not got]
 
     def reached(self) -> list[str]:
         """Names of those that got one."""
-        return [name for name, got in zip(self.names, self.got, strict=True) if got]
+        return [name for name, got in zip(self.by_name, self.got, strict=True) if got]
 
     def named(self, names: Collection[str], *, besides: Collection[str] = ()) -> list[nn.Parameter]:
         """The parameters of these names, without some."""
         wanted = set(names).difference(besides)
-        return [p for name, p in zip(self.names, self.parameters, strict=True) if name in wanted]
+        return [p for name, p in self.by_name.items() if name in wanted]
 
     @contextlib.contextmanager
     def unfrozen(self) -> Iterator[None]:
@@ -192,10 +191,9 @@ class TrainedParameters:
             peers: The same strategy on the other ranks.
         """
         held = set(map(id, parameters_of(optimizer)))
-        named = zip(self.names, self.parameters, strict=True)
         # Of parameters that fewer ranks add up, the others have other parts.
         besides = {name for name, how in self._apart.items() if how.scale != 1}
-        ours = [(name, p) for name, p in named if id(p) in held and name not in besides]
+        ours = [(name, p) for name, p in self.by_name.items() if id(p) in held and name not in besides]
         if ours:  # also where none has a gradient: the other ranks may have some
             check_same_gradients(what, ours, peers)
         if any(p.grad is not None for _, p in ours):
