@@ -55,20 +55,20 @@ class ReplicaAverage(Attached):
         self._replicas = replicas
         self._options = options
         self._session = BackwardSession(self._begin, self._end, rounds=2)  # after the ranks of this replica
-        self._got = bytearray(len(self._named))  # which parameters a gradient has reached since they had none
-        self._seen: set[int] = set()  # parameters, by their places
+        self._got: set[str] = set()  # the parameters that a gradient has reached since they had none
+        self._seen: set[str] = set()  # those with a hook
         if alone:
             self._see_arrivals()
         attach(module, self._removable, after=self._watch)
 
     def _see_arrivals(self) -> None:
-        for index, p in enumerate(self._named.values()):
-            if p.requires_grad and index not in self._seen:
-                self._seen.add(index)
-                self._removable.add(p.register_post_accumulate_grad_hook(partial(self._arrive, index)).remove)
+        for name, p in self._named.items():
+            if p.requires_grad and name not in self._seen:
+                self._seen.add(name)
+                self._removable.add(p.register_post_accumulate_grad_hook(partial(self._arrive, name)).remove)
 
-    def _arrive(self, index: int, parameter: torch.Tensor) -> None:
-        self._got[index] = 1
+    def _arrive(self, name: str, parameter: torch.Tensor) -> None:
+        self._got.add(name)
         self._session.enter()
 
     def _watch(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -94,9 +94,7 @@ class ReplicaAverage(Attached):
         """Let what is left of the backward pass add to the pieces; not sooner, for it may never come."""
         if not self._pieces:
             return
-        for index, p in enumerate(self._named.values()):
-            if p.grad is None:
-                self._got[index] = 0
+        self._got -= {name for name, p in self._named.items() if p.grad is None}
         for piece in self._pieces:
             if all(p.requires_grad for p in piece.parameters):
                 piece.attach()
@@ -137,11 +135,10 @@ class ReplicaAverage(Attached):
 
     def _without(self, trained: Mapping[str, nn.Parameter]) -> list[str]:
         """The names of those that this backward pass has given no gradient, to this replica."""
-        lent = [i for piece in self._pieces for i in piece.without if not self._got[i]]  # zeros that nothing reached
+        unreached: set[str] = set()  # which hold zeros of a piece
         for piece in self._pieces:
+            unreached |= piece.without - self._got
             piece.without.clear()
-        everyone = [*self._named] if lent else []
-        unreached = {everyone[i] for i in lent}
         return [name for name, p in trained.items() if p.grad is None or name in unreached]
 
     def _fill(self, trained: Sequence[nn.Parameter]) -> Iterator[torch.Tensor]:
@@ -178,14 +175,14 @@ class ReplicaAverage(Attached):
 
     def _lay_out(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
         """Decide where gradients and buffers lie together: on the CPU, each with room for one element at the end."""
-        places = {id(p): index for index, p in enumerate(self._named.values())}
+        names = {id(p): name for name, p in self._named.items()}
         self._pieces, self._of_gradients = [], []
         if self._alone:
             self._see_arrivals()  # at those that were frozen until now
         for which in _by_kind(gradients):
             same, first = [parameters[index] for index in which], gradients[which[0]]
             if self._alone and first.device.type == "cpu" and self._options.dtype in (None, first.dtype):
-                self._pieces.append(FlatPiece(same, [places[id(p)] for p in same], keeps_values=False, room=1))
+                self._pieces.append(FlatPiece(same, [names[id(p)] for p in same], keeps_values=False, room=1))
             else:
                 self._of_gradients.append(_Flat(gradients, which, self._options.dtype))
         buffers = self._buffers.tensors()
