@@ -19,7 +19,7 @@ from weft.engines.deepspeed import internals
 from weft.engines.deepspeed.backward import BackwardPasses
 from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.library import GroupView, lend_process_state
-from weft.engines.deepspeed.parameters import OptimizerState, Parameters
+from weft.engines.deepspeed.parameters import Parameters
 from weft.engines.deepspeed.placeholders import GradientPlaceholders
 from weft.engines.deepspeed.step import Step
 from weft.engines.torch.hooks.method_hooks import Removable, attach
@@ -85,7 +85,6 @@ class Partition:
         self._optimizer = weakref.ref(optimizer)
         self._buffers = buffers
         self._parameters = parameters
-        self._state = OptimizerState(parameters, buffers)
         self._names = {p: name for name, p in module.named_parameters() if p in buffers.places}
         self._stand_ins = GradientPlaceholders(type(module).__name__, self._names, buffers, view)
         shared = SharedBuffers(module, shared=options.buffers)
@@ -105,7 +104,7 @@ class Partition:
         self._steps.attach(optimizer)
         add(self._steps.release)
         add(optimizer.register_step_post_hook(self._step.after).remove)
-        add(optimizer.register_state_dict_pre_hook(self._state.show).remove)
+        add(optimizer.register_state_dict_pre_hook(self._parameters.show_state).remove)
         add(optimizer.register_state_dict_post_hook(lambda optimizer, _: optimizer.state.clear()).remove)
         add(optimizer.register_load_state_dict_post_hook(self._take_state).remove)
         self._take_state(optimizer)
@@ -170,7 +169,7 @@ class Partition:
         optimizer, module = self._optimizer(), self._module()
         self._stand_ins.drop()
         if optimizer is not None:
-            self._state.show(optimizer, whole=True)
+            self._parameters.show_state(optimizer, whole=True)
         self._removable.remove()
         if module is not None:
             self._parameters.make_plain(self.engine.destroy)
@@ -228,5 +227,5 @@ class Partition:
     # -- the optimizer's state -------------------------------------------------------------------
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
-        self._state.take(optimizer)
+        self._parameters.take_state(optimizer)
         optimizer.state.clear()
