@@ -199,7 +199,7 @@ class GradientReducer(Strategy):
             self._pass_on_buffers(lambda: running_backward().retains_graph, reduced=False)
             return
         missing = [] if self.finds_unused else trained.missing()
-        lacking = trained.named(missing, besides=self._apart.named) if missing else []
+        lacking = [p for name, p in trained.same_on_all().items() if name in missing] if missing else []
         if lacking and not self._options.at_end:
             # The others wait for the buckets of these parameters, and shall not find out by waiting.
             bring_zeros(lacking, self._session.flag)
@@ -232,9 +232,10 @@ class GradientReducer(Strategy):
         if not self.finds_unused:
             trained.got[:] = b"\1" * len(trained.got)
         with trained.unfrozen():
-            bucketed = [] if self._options.at_end else trained.named(trained.reached(), besides=self._apart.named)
-            plain = trained.named(trained.by_name, besides=self._apart.named)
-            anchor = plain[0] if plain else torch.zeros((), requires_grad=True)
+            together = trained.same_on_all()
+            reached = () if self._options.at_end else trained.reached()
+            bucketed = [together[name] for name in reached if name in together]
+            anchor = next(iter(together.values()), torch.zeros((), requires_grad=True))
             zeros = zeros_for(bucketed, anchor, self._session.enter)
             if not transport.armed:
                 transport.arm([zeros])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,7 +118,7 @@ class TrainedParameters:
         return self.parameters[0] if self.parameters else None
 
     def same_on_all(self) -> dict[str, nn.Parameter]:
-        """Those that are whole on each rank, by name."""
+        """Those that are whole on each rank, by name, and travel together."""
         return {name: p for name, p in self.by_name.items() if name not in self._apart}
 
     def forget(self) -> None:
@@ -132,11 +132,6 @@ class TrainedParameters:
     def reached(self) -> list[str]:
         """Names of those that got one."""
         return [name for name, got in zip(self.by_name, self.got, strict=True) if got]
-
-    def named(self, names: Collection[str], *, besides: Collection[str] = ()) -> list[nn.Parameter]:
-        """The parameters of these names, without some."""
-        wanted = set(names).difference(besides)
-        return [p for name, p in self.by_name.items() if name in wanted]
 
     @contextlib.contextmanager
     def unfrozen(self) -> Iterator[None]:
