@@ -134,8 +134,7 @@ class FlatBuffer:
         rank = {id(p): place for place, p in enumerate(order)}
         old = [p for piece in self.pieces for p in piece.parameters] or list(order)
         kinds = grouped(sorted(old, key=lambda p: rank.get(id(p), len(rank))), lambda p: (p.dtype, p.device))
-        for piece in self.pieces:
-            piece.detach()
+        self.undo()
         self.pieces = [
             FlatPiece(same, [self._places[id(p)] for p in same], keeps_values=self.keeps_values)
             for same in kinds.values()
@@ -145,8 +144,7 @@ class FlatBuffer:
 
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
         """Keep these parameters from now on; others get storages of their own again."""
-        for piece in self.pieces:
-            piece.detach()
+        self.undo()
         self.pieces = []
         self._places = {id(p): place for place, p in enumerate(parameters)}
         self.lay_out(parameters)
