@@ -45,8 +45,7 @@ from weft.engines.torch.reducing.strategy import Strategy
 from weft.engines.torch.reducing.trained import TrainedParameters, check_hooks
 from weft.engines.torch.reducing.transport import Transport
 from weft.engines.torch.reducing.zero_gradients import bring_zeros, zeros_for
-from weft.engines.torch.steps.watch import raise_step_inside
-from weft.errors import ContractError
+from weft.errors import ContractError, NotSynchronized
 from weft.peers.ledger import Ledger
 
 
@@ -255,7 +254,12 @@ class GradientReducer(Strategy):
         """Reduce what is pending, so that a step never sees gradients of one rank alone."""
         trained = self._trained
         if torch_internals.graph_task_id() != -1:
-            raise_step_inside(self._what, self._class_name)
+            raise NotSynchronized(
+                f"{self._what}: parameters of {self._class_name} were updated inside a backward pass",
+                found="a step in a hook on a parameter, on the gradient of this rank alone",
+                expected="a step after backward, when gradients were averaged over the ranks",
+                fix="loss.backward(); optimizer.step()",
+            )
         if trained.has_pending() and not self.enabled:
             self._raise_in_window()
         if trained.has_pending() and trained.are_as_left():

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -312,17 +312,3 @@ def _values(gradient: torch.Tensor | None) -> torch.Tensor | None:
     gradient = local(gradient.detach())
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return values + 0.0  # -0.0 becomes 0.0: the same gradient
-
-
-def raise_step_inside(what: str, class_name: str) -> NoReturn:
-    """Raise for a step while gradients are still coming.
-
-    Raises:
-        NotSynchronized: Always.
-    """
-    raise NotSynchronized(
-        f"{what}: parameters of {class_name} were updated inside a backward pass",
-        found="a step in a hook on a parameter, on the gradient of this rank alone",
-        expected="a step after backward, when gradients were averaged over the ranks",
-        fix="loss.backward(); optimizer.step()",
-    )
