@@ -188,16 +188,16 @@ class LocalSteps:
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Give the parameters the mean over the ranks inside the body, and their own values again after it."""
-        before = {name: p.detach().clone() for name, p in self._parameters().items()}
+        parameters = list(self._parameters().values())
+        before = [p.detach().clone() for p in parameters]
         if self._group is not None:
-            add_up((local(p.detach()) for p in self._parameters().values()), self._group, mean=True)
+            add_up((local(p.detach()) for p in parameters), self._group, mean=True)
         try:
             with replaced(self, _is_averaged=True):
                 yield
         finally:
-            with torch.no_grad():
-                for name, parameter in self._parameters().items():
-                    parameter.copy_(before[name])
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.detach().copy_(value)
 
     # -- what checkpoints hold
 
