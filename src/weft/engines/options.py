@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.checks import check_choice, check_count
-from weft.engines.peers import Peers
 from weft.engines.probes import ProbeMode
 from weft.precision import LossScaling
 
@@ -156,7 +155,6 @@ class ShardOptions(StrategyOptions):
             axes.
         gather: The dtypes in which parameters are gathered, by name, where they are not gathered as they are.
         make_real: Called with a part before it is sharded, if the module is on meta.
-        copies: The ranks that hold the same shards.
     """
 
     reshard_after_forward: bool | int = True
@@ -168,7 +166,6 @@ class ShardOptions(StrategyOptions):
     specs: Mapping[str, object] = field(default_factory=dict, compare=False)
     gather: Mapping[str, torch.dtype] = field(default_factory=dict, compare=False)
     make_real: Callable[[nn.Module], None] | None = field(default=None, compare=False)
-    copies: Peers | None = field(default=None, compare=False)
     strategy: str = field(default="fully_shard", compare=False)
 
 

@@ -130,9 +130,9 @@ def shard_module(
             apart=reductions(found, ctx, flat, options.ignored),
             specs=put_on_our_mesh(module, found, ctx, axes, options.ignored),
             other_meshes={unit: OtherMesh(mesh_along(ctx, dims[unit]), sub.world_size) for unit in sorted(dims)},
-            copies=Ledger(ctx.on(axes[0]).world, what) if len(axes) > 1 and ctx.on(axes[0]).world_size > 1 else None,
         )
-        sharded: Any = ctx.engine.shard(module, mesh_along(ctx, axes), sub.group, options, Ledger(sub.world, what))
+        peers = Ledger(sub.world, what, copies=ctx.on(axes[0]).world if len(axes) > 1 else None)
+        sharded: Any = ctx.engine.shard(module, mesh_along(ctx, axes), sub.group, options, peers)
     else:
         sharded = apply_layout(module, ctx, flat, "all")
     exchange_parameters(module, old, rebind)

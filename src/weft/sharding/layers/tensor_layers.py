@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from weft.context import DistContext
 from weft.contract import agree_on_parameters, check_quantized_weights, layouts, offered
 from weft.engines import Spmd
 from weft.engines.options import FusedPart, TensorOptions
-from weft.engines.results import TensorParallel
 from weft.engines.torch.keyed_dropout.keyed import KeyedDropout
 from weft.errors import ContextError
 from weft.peers.ledger import Ledger
@@ -36,6 +35,9 @@ from weft.sharding.meta import WeightSource, is_meta, on_meta_anywhere, with_val
 from weft.sharding.shard_checks import check_optimizers, check_weights, groups_of
 from weft.sharding.shard_module import exchange_parameters
 
+if TYPE_CHECKING:  # slow to import
+    from weft.engines.torch.parallel.tensor_module import TensorParallelModule
+
 _WHAT = "tensor_parallel"
 
 
@@ -48,7 +50,7 @@ def cut_layers(
     sequence: bool,
     rebind: Sequence[torch.optim.Optimizer],
     weights: WeightSource,
-) -> TensorParallel | None:
+) -> TensorParallelModule | None:
     """Check everything, agree with the other ranks, then cut the layers of `module`.
 
     Changes: `module` and the optimizers, as `tensor_parallel` says. Collectives: as it says.
@@ -100,7 +102,7 @@ def cut_layers(
     line = ctx.on(ctx.axes[0][0] if ctx.world_size == 1 else axis)
     old = dict(module.named_parameters())
     source = with_values(_WHAT, module, ctx, line, weights, on_meta=on_meta)
-    cut: TensorParallel | None = None
+    cut: TensorParallelModule | None = None
     if ranks > 1:
         assert line.group is not None
         assert ctx.mesh is not None

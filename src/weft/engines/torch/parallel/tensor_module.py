@@ -23,7 +23,6 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.options import TensorOptions
-from weft.engines.peers import Peers
 from weft.engines.probes import Probe
 from weft.engines.torch.hooks.backward_session import BackwardSession, when_entered
 from weft.engines.torch.hooks.function_transforms import refuse_torch_func
@@ -53,6 +52,7 @@ from weft.engines.torch.probes.no_trace import is_measured
 from weft.engines.torch.probes.whole_unit import TensorUnits, is_in, units_around
 from weft.engines.torch.reducing.strategy import Strategy
 from weft.errors import ContractError, listed
+from weft.peers.ledger import Ledger
 from weft.private_names import replaced
 from weft.tensors.blocks import unsharded_parameter
 from weft.tensors.dtensor import replace_parameters
@@ -62,7 +62,7 @@ class TensorParallelModule(Strategy):
     """A module whose layers are cut over the ranks of one axis, as later transforms see it."""
 
     def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: TensorOptions, peers: Peers
+        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: TensorOptions, peers: Ledger
     ) -> None:
         super().__init__(module, group, options, peers)
         self._ranks, self.mean_over = self.mean_over, 1  # gradients are added up, not averaged

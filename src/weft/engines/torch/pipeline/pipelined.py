@@ -22,7 +22,6 @@ from torch import nn
 from typing_extensions import override
 
 from weft.engines.options import PipelineOptions
-from weft.engines.peers import Peers
 from weft.engines.torch.hooks.function_transforms import check_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.parts.part_gradients import PartGradients
@@ -55,6 +54,7 @@ from weft.engines.torch.probes.observed import WithoutDropout
 from weft.engines.torch.probes.same_draws import SameDraws
 from weft.engines.torch.probes.whole_unit import is_in
 from weft.errors import ContractError
+from weft.peers.ledger import Ledger
 from weft.tensors.nested import map_tensors, tensors
 
 # What forward raises where the loss needs more than the output of the last layer.
@@ -75,7 +75,7 @@ class PipelinedModule:
     _group: dist.ProcessGroup
     _device: torch.device
     _options: PipelineOptions
-    _peers: Peers
+    _peers: Ledger
     _guard: Callable[[], AbstractContextManager[None]]
     _share: Callable[[Any, int], Any]
     copies: InitVar[Mapping[str, Sequence[int]]]

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from weft import torch_internals
-from weft.engines.peers import Peers, differing
 from weft.engines.torch.hooks.every_optimizer import after_every_step, before_every_step, optimizers_of, parameters_of
 from weft.engines.torch.parts.refuse_pickle import refuse_optimizer_file
 from weft.engines.torch.steps.swapped import StepsOnOthers, replace_closure, step_hooks
 from weft.errors import ContractError, NotSynchronized, listed
+from weft.peers.ledger import Ledger
 from weft.tensors.checksums import can_be_read, checksums
 from weft.tensors.dtensor import is_sharded, local
 from weft.version import TESTED_TORCH
@@ -59,7 +59,7 @@ class StepOwner(Protocol):
         """What of the module has to be equal on all ranks and may change: dropout, training or evaluation."""
         ...
 
-    def same_weights(self) -> tuple[Peers, Iterable[nn.Parameter]] | None:
+    def same_weights(self) -> tuple[Ledger, Iterable[nn.Parameter]] | None:
         """Parameters that this rank steps on as other ranks do, and those ranks."""
         ...
 
@@ -73,7 +73,7 @@ class Steps:
     """
 
     def __init__(
-        self, what: str, owner: StepOwner, group: dist.ProcessGroup, peers: Peers, module: nn.Module | None = None
+        self, what: str, owner: StepOwner, group: dist.ProcessGroup, peers: Ledger, module: nn.Module | None = None
     ) -> None:
         """Begin to see steps.
 
@@ -151,14 +151,6 @@ class Steps:
                     fix=f"optimizer.step()  # of {kind} itself; or pip install 'torch=={TESTED_TORCH[-1]}'",
                 )
 
-    def arrange(self, optimizer: torch.optim.Optimizer) -> None:
-        """One whose steps are seen is about to step, and no hook on it has run: let it step on tensors of one kind."""
-        seen = self._seen.get(optimizer)
-        if seen is not None and any(is_sharded(p) for p in parameters_of(optimizer)):
-            from weft.engines.torch.sharded_step.one_kind import step_on_one_kind  # noqa: PLC0415  (DTensors are there)
-
-            seen.handles += step_on_one_kind(optimizer)
-
     def check_other(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         """Raise if an optimizer that holds nothing of the module was meant for it.
 
@@ -190,7 +182,10 @@ class Steps:
         self._group = None
 
     def _see(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer is about to step: attach it before its first step, if it holds parameters of the module."""
+        """Any optimizer is about to step: attach it before its first step, if it holds parameters of the module.
+
+        One whose steps are seen steps on tensors of one kind.
+        """
         module = None if self._module is None else self._module()
         if module is None:
             return
@@ -201,7 +196,11 @@ class Steps:
                 self.attach(optimizer)
             else:
                 self.check_other(optimizer, module)
-        self.arrange(optimizer)
+        seen = self._seen.get(optimizer)
+        if seen is not None and any(is_sharded(p) for p in parameters_of(optimizer)):  # no hook on it has run yet
+            from weft.engines.torch.sharded_step.one_kind import step_on_one_kind  # noqa: PLC0415  (DTensors are there)
+
+            seen.handles += step_on_one_kind(optimizer)
 
     def _note_fused(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the versions of parameters tell of every step of ours: torch's fused kernels leave them as they are."""
@@ -289,7 +288,7 @@ def _plain(value: object) -> object:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], peers: Peers) -> None:
+def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], peers: Ledger) -> None:
     """Raise if gradients that no backward pass has reduced differ between the ranks. Collectives: none; a meeting.
 
     A rank that comes here alone, while the others reduce gradients in backward, is found at the meeting; in a
@@ -307,7 +306,7 @@ def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], p
     gradients = {name: _values(p.grad) for name, p in named}
     sums = iter(checksums(values for values in gradients.values() if values is not None))
     mine = {name: None if values is None else next(sums) for name, values in gradients.items()}
-    wrong = differing(peers, "optimizer.step() without a backward pass", mine)
+    wrong = peers.differing("optimizer.step() without a backward pass", mine)
     if wrong:
         raise NotSynchronized(
             f"{what}: a step on gradients that were not averaged over the ranks",
@@ -325,17 +324,3 @@ def _values(gradient: torch.Tensor | None) -> torch.Tensor | None:
     gradient = local(gradient.detach())
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return values + 0.0  # -0.0 becomes 0.0: the same gradient
-
-
-def raise_step_inside(what: str, class_name: str) -> NoReturn:
-    """Raise for a step while gradients are still coming.
-
-    Raises:
-        NotSynchronized: Always.
-    """
-    raise NotSynchronized(
-        f"{what}: parameters of {class_name} were updated inside a backward pass",
-        found="a step in a hook on a parameter, on the gradient of this rank alone",
-        expected="a step after backward, when gradients were averaged over the ranks",
-        fix="loss.backward(); optimizer.step()",
-    )
