@@ -62,7 +62,7 @@ class ScriptDraft:
     imports: set[str] = field(default_factory=set)
     windows: dict[str, str] = field(default_factory=dict)  # of loaders
     policy: str = ""  # the variable of a precision that is known when the program runs
-    labels: dict[cst.CSTNode, str] = field(default_factory=dict)  # what calls that make strategies become
+    labels: dict[cst.CSTNode, str] = field(default_factory=dict)  # what strategies, and loaders of loops, become
     stayed: list[cst.CSTNode] = field(default_factory=list)  # the code that was left
     looped: list[AccumulateLoop] = field(default_factory=list)  # the loops that are translated
     prepared: dict[str, str] = field(default_factory=dict)  # names and their roles
@@ -123,7 +123,8 @@ class ScriptDraft:
 
     def context(self, holder: cst.CSTNode) -> str:
         """The context in the place of an accelerator."""
-        before, dot, _ = dotted(holder).rpartition(".")
+        text = dotted(holder)
+        before, dot, _ = self.script.states.get(text, text).rpartition(".")
         return f"{before}{dot}{self.ctx}"
 
     def context_of(self, call: cst.Call) -> str:
