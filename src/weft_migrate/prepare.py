@@ -47,7 +47,7 @@ def _option(draft: ScriptDraft, call: cst.Call, name: str, value: Expression) ->
     parts = list(map(script.value, elements(script.value(value))))
     makers = {each for each in script.choices(value) if script.made(each)[0] in script.library.makers}
     hint = script.library.settings.get(name, "not taken over")
-    if name in script.uncertain and name not in {*SETTINGS, "log_with", "project_dir"}:
+    if name in script.uncertain and name not in {*SETTINGS, "log_with", "project_dir", "cpu"}:
         hint = f"not the same in every {script.library.classes[0]}(...); the last one was taken"
     elif (makers and not script.taken & makers and name not in SETTINGS) or dotted(value) in script.changed:
         hint = f"{text} is made under a condition, or changed later, so not taken over"
@@ -67,8 +67,9 @@ def tracker_lines(draft: ScriptDraft, call: cst.Call) -> list[str]:
         if kind not in _TRACKERS or "root_dir" not in found:
             return []
         function, file = _TRACKERS[kind]
-        place = joined(*(code(found[each]) for each in ("root_dir", "name") if each in found), file)
-        texts.append(f"weft.monitoring.{function}({f'os.path.join({place})' if ', ' in place else place})")
+        places = [*(code(found[each]) for each in ("root_dir", "name") if each in found), *file]
+        place = f"os.path.join({', '.join(places)})" if len(places) > 1 else places[0]
+        texts.append(f"weft.monitoring.{function}({place})")
         draft.check(call, f"{kind}: no folders version_0, version_1, ...; in one that is used, rows are added")
     return [f"{draft.trackers} = [{', '.join(texts)}]"] if texts else []
 
@@ -83,8 +84,8 @@ def policy_line(draft: ScriptDraft) -> str:
 
 
 _LITERAL = (cst.SimpleString, cst.Integer)
-_TRACKERS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {"TensorBoardLogger": ("tensorboard", ""), "CSVLogger": ("csv", '"metrics.csv"')}
+_TRACKERS: Mapping[str, tuple[str, list[str]]] = MappingProxyType(
+    {"TensorBoardLogger": ("tensorboard", []), "CSVLogger": ("csv", ['"metrics.csv"'])}
 )
 
 

@@ -236,10 +236,11 @@ class Script:
 
     def method(self, node: cst.CSTNode | None) -> str | None:
         """The name of an attribute of an accelerator, or of its state."""
-        of = dotted(node.value) if isinstance(node, cst.Attribute) else ""
-        return (
-            node.attr.value if isinstance(node, cst.Attribute) and (of in self.holders or of in self.states) else None
-        )
+        match node:
+            case cst.Attribute(of, cst.Name(name)) if dotted(of) in {*self.holders, *self.states}:
+                return name
+            case _:
+                return None
 
     def of_wrapped(self, node: cst.CSTNode | None) -> tuple[str, str] | None:
         """What only objects of the library have: the name of such an object, and the text for it in weft."""

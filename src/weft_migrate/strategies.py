@@ -327,7 +327,7 @@ def _replicate_options(draft: ScriptDraft) -> str:
         last = code(value).rpartition(".")[2]
         row = rows.get(f"{name}={last}", rows.get(f"{name}="))
         if row is None:
-            draft.check(value, draft.hint(name, "not taken over"))
+            draft.check(value, draft.hint(name, f"{name}: not taken over"))
         else:
             options.append(row.format(code(value)))
     return joined(*options)
