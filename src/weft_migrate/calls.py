@@ -1,4 +1,4 @@
-"""Calls of methods that take more than a row: backward, autocast, seeds, profiles."""
+"""Calls that a row says, and those of methods that take more: backward, autocast, seeds, profiles."""
 
 from __future__ import annotations
 

@@ -84,8 +84,9 @@ def _is_use(script: Script, node: cst.CSTNode) -> bool:
         return True
     if isinstance(node, cst.Assign) and dotted(node.value) in script.imported:
         return True
-    of_holder = script.method(node) is not None and dotted(node) not in script.states
-    return of_holder or script.of_wrapped(node) is not None
+    if dotted(node) in script.states and isinstance(script.parents[node], cst.Attribute):
+        return False  # what is asked of it is the use
+    return script.method(node) is not None or script.of_wrapped(node) is not None
 
 
 def _list_rest(draft: ScriptDraft, new: cst.Module) -> None:
