@@ -375,7 +375,7 @@ def _after_commit(saving: Saving, keep: Keep) -> None:
 
 
 def _discard(storage: Storage, history: History, name: str) -> None:
-    storage.set_aside(name, "discarded")
+    storage.set_aside(name)
     history.abandoned.discard(name)
 
 

@@ -147,7 +147,7 @@ def _newest(
             except Damage as error:
                 if one is not None:
                     raise
-                if from_main("restore", ctx, lambda name=name: name not in storage.names()):  # type: ignore[misc]
+                if name not in from_main("restore", ctx, storage.names):
                     break  # a run beside has saved another one and removed it: look again
                 skipped.append((name, here.named(str(error))))
         else:
@@ -203,7 +203,7 @@ def _discard_newer(storage: Storage, step: int) -> list[str]:
     with storage.lock():
         for name in storage.names():
             if step_of(name) > step:
-                storage.set_aside(name, "discarded")
+                storage.set_aside(name)
         left = storage.names()
         if left:
             storage.after_commit(left[-1])
