@@ -24,7 +24,7 @@ from weft.checkpoint.state.json_values import encode
 from weft.checkpoint.storage.find import path_or_url
 from weft.context import local
 from weft.errors import CheckpointError, listed
-from weft.interop.torch_files import DeferredTensors, values_alone
+from weft.interop.torch_files import parts_of, values_alone
 from weft.tensors.blocks import memory_of
 
 # State of torch's optimizers that has the shape of its parameter; that of Adafactor, for one, has another.
@@ -71,13 +71,12 @@ class Found:
     """What a folder of another library holds.
 
     Attributes:
-        weights: Parameters and buffers by name, of each module by the name of that.
+        weights: Parameters and buffers by name, of each module by the name of that; they may be `deferred`.
         optimizers: Groups of each optimizer, by its name.
         values: Of other objects, such as schedulers, by their names.
         ranks: Random states of each rank, as JSON; None where there are none.
         scale: Of the loss, as with_precision keeps it.
         left: What stays behind, and why.
-        deferred: Knows the tensors that are read when they are written.
     """
 
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -86,7 +85,6 @@ class Found:
     ranks: list[dict[str, Any] | None] = field(default_factory=list)
     scale: dict[str, float] | None = None
     left: list[str] = field(default_factory=list)
-    deferred: DeferredTensors = field(default_factory=DeferredTensors)
 
 
 # -- one checkpoint --------------------------------------------------------------------------------------
@@ -119,7 +117,7 @@ def write_imported(what: str, source: Path, directory: str | Path, step: int | N
 
     def write(file: IO[bytes]) -> FileEntry:
         head, order = file_header(tensors)
-        values = (memory_of(part) for name in order for part in found.deferred.parts(tensors[name]))
+        values = (memory_of(part) for name in order for part in parts_of(tensors[name]))
         return write_parts(file, itertools.chain([head], values))
 
     with saving.ending:
