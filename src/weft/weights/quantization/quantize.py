@@ -256,7 +256,7 @@ def _swap(
         made.train(layer.training)
         for parameter in made.parameters():
             parameter.requires_grad = False
-        if made.bias is not None:
+        if layer.bias is not None:
             made.bias.requires_grad_(layer.bias.requires_grad)
         module.set_submodule(name, made)
 
