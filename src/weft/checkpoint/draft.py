@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from weft.checkpoint.format.manifest import (
     parse_manifest,
     step_of,
 )
+from weft.checkpoint.format.safetensors_write import write_parts
 from weft.checkpoint.format.tensor_blocks import ranks_with_same_blocks, share_out_writes
 from weft.checkpoint.history import History, history_of
 from weft.checkpoint.state.collect import Checkpoint, Content, collect, plain_name
@@ -44,10 +45,7 @@ from weft.contract import trained_alone
 from weft.errors import CheckpointError, listed
 from weft.tensors.blocks import Block, Held
 
-Write: TypeAlias = Callable[[IO[bytes]], FileEntry]  # writes the file of this rank
 _NAMED = 64  # plain values of one object that are compared each by itself; more of them together
-
-
 # -- what a rank brings ------------------------------------------------------------------------------
 
 
@@ -287,9 +285,9 @@ class Keep(NamedTuple):
 
 
 def complete(
-    saving: Saving, brought: Outline, write: Write, ctx: DistContext, *, keep: Keep, score: float | None = None
+    saving: Saving, brought: Outline, parts: Iterable[Any], ctx: DistContext, *, keep: Keep, score: float | None = None
 ) -> None:
-    """Write this rank's file and, when all ranks have, commit; then remove what is too old.
+    """Write this rank's file, part by part, and commit when all ranks have; then remove what is too old.
 
     Raises:
         CheckpointError: The state differs between the ranks, or from what has been saved as this step.
@@ -301,7 +299,7 @@ def complete(
 
     def written() -> dict[str, Any]:
         with storage.new_file(draft, name) as file:
-            entry = write(file)
+            entry = write_parts(file, parts)
         if not _holds(storage, draft, name, entry):
             raise changed_bytes(saving.path / name)
         return {
@@ -314,11 +312,11 @@ def complete(
         }
 
     def committed() -> list[str]:
-        _check_alike(parts)
-        doubtful = differing_groups([part["replicas"] for part in parts])
+        _check_alike(of_ranks)
+        doubtful = differing_groups([one["replicas"] for one in of_ranks])
         if doubtful:
             return doubtful
-        manifest = _manifest(step_of(saving.name), saving.history.run, score, brought, parts)
+        manifest = _manifest(step_of(saving.name), saving.history.run, score, brought, of_ranks)
         if saving.existing is not None and _are_equal(manifest, saving.existing):  # a save that is tried again
             storage.abandon(draft)
         elif saving.existing is not None and not saving.is_abandoned:
@@ -331,7 +329,7 @@ def complete(
         return []
 
     saving.history.note_attempt(saving.name)
-    parts = gathered_on_main(what, ctx, written)
+    of_ranks = gathered_on_main(what, ctx, written)
     doubtful = from_main(what, ctx, committed)
     if not doubtful:
         saving.history.note_saved(saving.name)
@@ -380,7 +378,7 @@ def _after_commit(saving: Saving, keep: Keep) -> None:
 
 
 def _discard(storage: Storage, history: History, name: str) -> None:
-    storage.set_aside(name, "discarded")
+    storage.set_aside(name)
     history.abandoned.discard(name)
 
 

@@ -141,6 +141,6 @@ def _value_of(obj: Any) -> Any:
 
 def _put_back(obj: Any, value: Any) -> None:
     if is_generator(obj):
-        prepare_generator(obj, value, new=(0, 0, 0, ""))()
+        prepare_generator(obj, value)()
     else:
         obj.load_state_dict(value)
