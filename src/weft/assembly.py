@@ -126,7 +126,7 @@ def assemble(
     given = [strategy] if isinstance(strategy, str) or callable(strategy) else list(strategy)
     strategies = [_strategy(each) for each in given]
     _check(strategies, optimizer, loader, accumulate)
-    bench = _Bench({"model": model, "loader": loader}, ctx)
+    bench = _Bench({"model": model, "optimizer": None, "loader": loader}, ctx)
     if loader is not None:
         bench.apply(shard_data, ("loader",))
     if precision is not None:
@@ -138,10 +138,8 @@ def assemble(
             bench.apply(each, ("model",))
     if optimizer is not None:
         bench.make(optimizer)
-    if optimizer is not None and any(
-        offer.precision.scaling for part in model.modules() for offer in offered(part, PrecisionOffer)
-    ):
-        bench.apply(skip_nonfinite, ("optimizer",))
+        if any(offer.precision.scaling for part in model.modules() for offer in offered(part, PrecisionOffer)):
+            bench.apply(skip_nonfinite, ("optimizer",))
     for each in strategies:
         if _takes_optimizer(each):
             bench.apply(each, ("model", "optimizer"))
@@ -149,11 +147,7 @@ def assemble(
         bench.apply(compile if isinstance(compile, partial) else compile_module, ("model",))
     if accumulate is not None:
         bench.apply(_stage(accumulate, accumulate_grads, "steps"), ("model", "loader"))
-    found = bench.objects
-    made = Assembled(
-        model=found["model"], optimizer=found.get("optimizer"), loader=found["loader"], lines=tuple(bench.lines)
-    )
-    return made, bench.ctx
+    return Assembled(**bench.objects, lines=tuple(bench.lines)), bench.ctx
 
 
 class _Bench:

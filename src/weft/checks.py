@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import numbers
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import Any
 
 import torch
@@ -146,6 +146,16 @@ def check_optimizer(what: str, optimizer: object, *, fix: str = "") -> None:
             expected="a torch.optim.Optimizer",
             fix=fix or f"optimizer, ctx = weft.{what}(optimizer, ctx)",
         )
+
+
+def other_parameters(optimizer: torch.optim.Optimizer, known: Container[int]) -> list[str]:
+    """The parameters of an optimizer that are not among the known ones, in words; `known` holds ids."""
+    return [
+        f"group {index}: a parameter of shape {tuple(p.shape)}"
+        for index, entry in enumerate(optimizer.param_groups)
+        for p in entry["params"]
+        if id(p) not in known
+    ]
 
 
 def is_of(kind: type[torch.optim.Optimizer], library: str) -> bool:

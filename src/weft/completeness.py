@@ -189,10 +189,7 @@ def _each(value: object, kind: type[Any]) -> Iterator[Any]:
 
 def _loaders(value: Any) -> list[object]:
     """One loader or several; a list of batches is no list of loaders."""
-    return list(value.values()) if isinstance(value, Mapping) else list(value) if _holds_loaders(value) else [value]
-
-
-def _holds_loaders(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and all(
-        isinstance(one, data.DataLoader) or applied_to(one) for one in value
-    )
+    if isinstance(value, Mapping):
+        return list(value.values())
+    several = isinstance(value, (list, tuple)) and all(isinstance(x, data.DataLoader) or applied_to(x) for x in value)
+    return list(value) if several else [value]

@@ -158,13 +158,6 @@ class PeerError(WeftError):
         self.rank = rank
         self.text = text
 
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return _rebuild_peer_error, (self.args[0], self.rank, self.text)
-
-
-def _rebuild_peer_error(problem: str, rank: int, text: str) -> PeerError:
-    return PeerError(problem, rank=rank, text=text)
-
 
 class CheckpointError(WeftError):
     """A checkpoint cannot be written, read or trusted."""

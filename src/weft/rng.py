@@ -21,7 +21,7 @@ from weft.collectives.objects import broadcast
 from weft.context import DistContext
 from weft.errors import type_error
 from weft.keyed_random.philox import philox
-from weft.tensors.rng_state import RngState
+from weft.tensors.rng_state import DeviceRng, RngState
 
 __all__ = ["Seeded", "Seeds", "keyed_uniform", "mix", "seeded", "set_seed", "sync_rng", "worker_seeds"]
 
@@ -40,18 +40,27 @@ def mix(*parts: object) -> int:
 
 
 @contextlib.contextmanager
+def restored(
+    device: torch.device | None = None, engine: DeviceRng | None = None, generators: Sequence[torch.Generator] = ()
+) -> Iterator[None]:
+    """Let all random states, as those of `RngState.capture`, be after the body what they were before it."""
+    before = RngState.capture(device, engine, generators)
+    try:
+        yield
+    finally:
+        before.apply(device, engine, generators)
+
+
+@contextlib.contextmanager
 def seeded(seed: int, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
     """Seed python's, numpy's and torch's CPU generators for the body, and restore them."""
-    before = RngState.capture(generators=generators)
-    try:
+    with restored(generators=generators):
         random.seed(seed)
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed % 2**32)
         for generator in generators:
             generator.manual_seed(seed)
         yield
-    finally:
-        before.apply(generators=generators)
 
 
 class Seeds(NamedTuple):

@@ -174,7 +174,6 @@ work_of = Private("torch._C._distributed_c10d", "_create_work_from_future", "pre
 find_group = Private("torch._C._distributed_c10d", "_resolve_process_group", "a rehearsal: functional collectives")
 send_object = Private(_C10D, "_object_to_tensor", "a rehearsal")
 use_group = Private(_C10D, "_update_default_pg", "a rehearsal")
-register_group = Private(_C10D, "_register_process_group", "a rehearsal")
 forget_group = Private(_C10D, "_unregister_process_group", "a rehearsal")
 TAGGED_GROUPS = Attribute(_C10D, "_tags_to_pg", "a rehearsal")
 GROUP_TABLES = tuple(
@@ -183,9 +182,7 @@ GROUP_TABLES = tuple(
 )
 GROUP_NAMES = GROUP_TABLES[0]
 BACKENDS = Attribute("torch.distributed:Backend", "_plugins", "a rehearsal")
-backend = Private("torch.distributed:Backend", "_BackendPlugin", "a rehearsal")
 NAME_GROUP = Attribute(_PG, "_set_group_name", "a rehearsal")
-DESCRIBE_GROUP = Attribute(_PG, "_set_group_desc", "a rehearsal")
 GATHER_ON_GROUP = Attribute(_PG, "_allgather_base", "a rehearsal")
 REDUCE_ON_GROUP = Attribute(_PG, "_reduce_scatter_base", "a rehearsal")
 MESSAGES_BEGUN = Attribute(_PG, "_get_sequence_number_for_group", "which rank is behind")

@@ -2,7 +2,7 @@
 
 translate.py    the whole script, and its imports
 walk.py         names, attributes, tests and calls, where they stand
-calls.py        calls of methods that take more than a row
+calls.py        calls that a row says, and those of methods that take more
 statements.py   calls that take a statement
 prepare.py      before the loop: the context, transforms, windows
 strategies.py   plugins, keywords and configuration files as strategies

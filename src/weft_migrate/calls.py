@@ -1,31 +1,54 @@
-"""Calls of methods that take more than a row: backward, autocast, seeds, profiles."""
+"""Calls that a row says, and those of methods that take more: backward, autocast, seeds, profiles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import libcst as cst
 
 from weft_migrate.checkpoints import lines_for_state, load_state, save_state
 from weft_migrate.draft import Left, ScriptDraft, literal
-from weft_migrate.script import code, dotted, given
+from weft_migrate.library import Template
+from weft_migrate.script import code, dotted, given, joined, operand
 from weft_migrate.strategies import precision
 
 _DTYPES = MappingProxyType({"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"})
 
 
+def from_template(draft: ScriptDraft, rows: Sequence[Template] | None, node: cst.Call, updated: cst.Call) -> str:
+    """The text of the first row that fits."""
+    if not rows:
+        raise Left
+    arguments, script = given(updated), draft.script
+    name = script.method(node.func) or script.original(node.func) or ""
+    ctx = draft.context_of(node) if script.method(node.func) else draft.ctx
+    releases = name in ("free_memory", "clear") and isinstance(script.parents[node], cst.Expr)
+    for text, parameters in rows:
+        found = arguments.named(*parameters)
+        needed = {each for each, default in parameters.items() if default is None}
+        fits = needed <= set(found) <= set(parameters) and len(arguments.args) <= len(parameters)
+        if (fits and not arguments.spread) or releases:
+            if name in script.library.remarks:
+                draft.check(node, script.library.remarks[name])
+            texts = {each: code(found[each]) if each in found else default for each, default in parameters.items()}
+            absent = "|".join(each for each, given_text in texts.items() if not given_text)
+            return re.sub(rf", (\w+=)?{{({absent})}}", "", text).format(ctx=ctx, **texts)
+    text, parameters = rows[0]
+    raise Left(otherwise=text.format(ctx=draft.ctx, **dict.fromkeys(parameters, "...")))
+
+
 def _backward(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
-    args, keywords, _ = given(updated)
-    loss, steps = code(args[0]), draft.setting("gradient_accumulation_steps")
-    simple = isinstance(args[0], (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
-    text = loss if simple else f"({loss})"
+    (loss, *_), keywords, _ = given(updated)
+    steps = draft.setting("gradient_accumulation_steps")
+    text = operand(loss)
     if draft.loop_of(node):
         text = f"({text} * {draft.window}.share)"
     elif steps is not None and code(steps) != "1":
         text = f"({text} / {code(steps)})"
-    options = ", ".join(f"{name}={code(value)}" for name, value in keywords.items() if name != "model")
-    return f"{text}.backward({options})"
+    options = (f"{name}={code(value)}" for name, value in keywords.items() if name != "model")
+    return f"{text}.backward({joined(*options)})"
 
 
 def _autocast(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
@@ -45,31 +68,30 @@ def _autocast(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
 
 
 def _all_gather(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
-    args, keywords, spread = given(updated)
-    data = args[0] if args else keywords.get("data")
-    if data is None or spread or len(args) + len(keywords) > 1:
+    arguments = given(updated)
+    found = arguments.named("data")
+    if set(found) != {"data"} or arguments.spread or len(arguments.args) > 1:
         raise Left
     draft.check(node, "a new first dimension, of ranks; for rows of a batch: weft.gather(x, ctx)")
-    return f"weft.gather({_stacked(draft, data, node.args[0].value)}, {draft.context_of(node)})"
+    return f"weft.gather({_stacked(draft, found['data'], node.args[0].value)}, {draft.context_of(node)})"
 
 
 def _stacked(draft: ScriptDraft, data: cst.BaseExpression, original: cst.CSTNode) -> str:
     """Values with a new first dimension, also those in a tuple, list or dict."""
-    kind = draft.script.value(original)
-    if isinstance(data, (cst.Tuple, cst.List)):
-        parts = ", ".join(_stacked(draft, each.value, each.value) for each in data.elements)
-        return (
-            f"[{parts}]" if isinstance(data, cst.List) else f"({parts},)" if len(data.elements) == 1 else f"({parts})"
-        )
-    if isinstance(data, cst.Dict):
-        pairs = [each for each in data.elements if isinstance(each, cst.DictElement)]
-        return f"{{{', '.join(f'{code(each.key)}: {_stacked(draft, each.value, each.value)}' for each in pairs)}}}"
-    if isinstance(kind, cst.Dict):
-        return f"{{name: value[None] for name, value in {code(data)}.items()}}"
-    if isinstance(kind, (cst.Tuple, cst.List)):
-        return f"[value[None] for value in {code(data)}]"
-    simple = isinstance(data, (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
-    return f"{code(data)}[None]" if simple else f"({code(data)})[None]"
+    match data, draft.script.value(original):
+        case ((cst.Tuple() | cst.List()), _):
+            parts = [cst.parse_expression(_stacked(draft, each.value, each.value)) for each in data.elements]
+            new = [each.with_changes(value=part) for each, part in zip(data.elements, parts, strict=True)]
+            return code(data.with_changes(elements=new))
+        case cst.Dict(elements), _:
+            pairs = [(each.key, each.value) for each in elements if isinstance(each, cst.DictElement)]
+            return f"{{{joined(*(f'{code(key)}: {_stacked(draft, value, value)}' for key, value in pairs))}}}"
+        case _, cst.Dict():
+            return f"{{name: value[None] for name, value in {code(data)}.items()}}"
+        case _, (cst.Tuple() | cst.List()):
+            return f"[value[None] for value in {code(data)}]"
+        case _:
+            return f"{operand(data)}[None]"
 
 
 def _load(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
@@ -103,20 +125,20 @@ def _profile(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
     """The profiler of torch, with what `ProfileKwargs` says."""
     if node.args:
         raise Left
-    options = []
+    options: list[str] = []
     for name, value in draft.handler("ProfileKwargs").items():
-        text = draft.text(value)
+        text, known = draft.text(value), literal(value)
         if name == "output_trace_dir":
             written = f'torch.profiler.tensorboard_trace_handler({text}, f"rank{{{draft.context_of(node)}.rank}}")'
-            known = isinstance(value, cst.SimpleString)
-            options.append(f"on_trace_ready={written}" + ("" if known else f" if {text} else None"))
+            is_given = "" if isinstance(value, cst.SimpleString) else f" if {text} else None"
+            options.append(f"on_trace_ready={written}{is_given}")
         elif name == "schedule_option":
             options.append(f"schedule=torch.profiler.schedule(**{text})")
-        elif name == "activities":
-            kinds = [f"torch.profiler.ProfilerActivity.{str(each).upper()}" for each in literal(value) or []]
-            options += [f"activities=[{', '.join(kinds)}]"] if isinstance(literal(value), list) else []
-        else:
+        elif name != "activities":
             options.append(f"{name}={text}")
+        elif isinstance(known, list):
+            kinds = joined(*(f"torch.profiler.ProfilerActivity.{str(each).upper()}" for each in known))
+            options.append(f"activities=[{kinds}]")
     draft.check(node, "weft.monitoring.profile(ctx, folder) writes a trace per rank, which `weft report` reads")
     return f"torch.profiler.profile({', '.join(options)})"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 
 import libcst as cst
 
@@ -41,42 +41,37 @@ def state_line(draft: ScriptDraft, node: cst.CSTNode, ctx: str) -> str:
 
 def lines_for_state(draft: ScriptDraft, call: cst.Call) -> str:
     """What to write for `fabric.save` and `fabric.load`: objects and numbers apart, under the names of the script."""
-    script, ctx, method = draft.script, draft.context_of(call), draft.script.method(call.func)
+    script, ctx, is_load = draft.script, draft.context_of(call), draft.script.method(call.func) == "load"
     calls = sorted(script.calls("save", "load"), key=script.line)
-    found = [(each, *_path_and_state(each)) for each in calls]
-    objects: dict[str, str] = {}
-    numbers: dict[str, str] = {}
-    for _, _, state in found:
-        made = script.value(state) if state else None
+    states = [state for each in calls if (state := given(each).named("path", "state").get("state"))]
+    path = given(call).named("path").get("path")
+    folder = code(path) if path else "folder"
+    objects, numbers = dict[str, str](), dict[str, str]()
+    for made in map(script.value, states):
         for pair in made.elements if isinstance(made, cst.Dict) else ():
             is_object = named(pair.value) and (named(pair.value) in script.wrapped or script.role(pair.value))
             if isinstance(pair, cst.DictElement):
                 (objects if is_object else numbers)[code(pair.key)] = code(pair.value)
-    path = next((code(each) for mine, each, _ in found if mine is call and each), "folder")
     if not objects:
         line = "state, ctx = weft.checkpointable({...}, ctx), after transforms"
-        return f"{line}; {'weft.restore(state' if method == 'load' else 'weft.save(state'}, {path}, {ctx})"
-    kept = {dotted(n.value) for n in script.parents if isinstance(n, cst.Subscript)}
-    names = [dotted(state) for _, _, state in found if dotted(state) and dotted(state) in kept]
+        return f"{line}; weft.{'restore' if is_load else 'save'}(state, {folder}, {ctx})"
+    kept = {dotted(each.value) for each in script.every(cst.Subscript)}
+    names = [dotted(state) for state in states if dotted(state) and dotted(state) in kept]
     progress = names[0] if names else script.fresh("progress")
     loaders = {f'"{name}"': name for name, role in draft.prepared.items() if role == "loader" and is_trained(name)}
     objects |= {name: value for name, value in loaders.items() if value not in objects.values()}
-    pairs = [f"{name}: {value}" for name, value in objects.items()]
-    texts = {name: "0" if _NAME.fullmatch(value) else value for name, value in numbers.items()}
-    texts = {name: f"dict({text})" if text.startswith("vars(") else text for name, text in texts.items()}  # filled
-    where = f"after the transforms, in place of {names[0]}:" if names else "after the transforms:"
-    lines = [where] if call is calls[0] else [f"with {draft.state} of line {script.line(calls[0])}:"]
+    moved = {name: value for name, value in numbers.items() if value.isidentifier()}
     if call is calls[0]:
-        lines += (
-            [f"    {progress} = {{{', '.join(f'{name}: {value}' for name, value in texts.items())}}}"]
-            if numbers
-            else []
-        )
-        pairs += [f'"progress": {progress}'] if numbers else []
-        lines += [f"    {draft.state}, {ctx} = weft.checkpointable({{{', '.join(pairs)}}}, {ctx})", "here:"]
-    moved = {name: value for name, value in numbers.items() if _NAME.fullmatch(value)}
-    if method == "load":
-        lines += [f"    weft.restore({draft.state}, {path}, {ctx})"]
+        texts = {name: f"dict({text})" if text.startswith("vars(") else text for name, text in numbers.items()}
+        texts |= dict.fromkeys(moved, "0")  # filled
+        lines = [f"after the transforms, in place of {names[0]}:" if names else "after the transforms:"]
+        lines += [f"    {progress} = {_display(texts)}"] if numbers else []
+        objects |= {'"progress"': progress} if numbers else {}
+        lines += [f"    {draft.state}, {ctx} = weft.checkpointable({_display(objects)}, {ctx})", "here:"]
+    else:
+        lines = [f"with {draft.state} of line {script.line(calls[0])}:"]
+    if is_load:
+        lines += [f"    weft.restore({draft.state}, {folder}, {ctx})"]
         lines += [f"    {value} = {progress}[{name}]" for name, value in moved.items()]
         if not isinstance(script.parents[call], cst.Expr):
             lines.append(f"fabric.load returned what its dict has not; here, that is in {progress}")
@@ -84,22 +79,18 @@ def lines_for_state(draft: ScriptDraft, call: cst.Call) -> str:
     lines += [f"    {progress}[{name}] = {value}" for name, value in moved.items()]
     step = next((name for word in ("step", "iter", "epoch") for name in numbers if word in name), "")
     number = moved.get(step, f"{progress}[{step}]" if step else "step")
-    lines += [f"    weft.save({draft.state}, {path}, {number}, {ctx})  # the number grows; fresh=True begins anew"]
+    lines += [f"    weft.save({draft.state}, {folder}, {number}, {ctx})  # the number grows; fresh=True begins anew"]
     return "\n".join(lines)
 
 
-def _path_and_state(call: cst.Call) -> tuple[Expression | None, Expression | None]:
-    args, keywords, _ = given(call)
-    found = dict(zip(("path", "state"), args, strict=False)) | keywords
-    return found.get("path"), found.get("state")
+def _display(pairs: Mapping[str, str]) -> str:
+    """The text of a dict."""
+    return f"{{{', '.join(f'{name}: {value}' for name, value in pairs.items())}}}"
 
 
 def is_trained(loader: str) -> bool:
     """Whether the place in a loader belongs to the state."""
     return not any(word in loader for word in ("eval", "val", "test"))
-
-
-_NAME = re.compile(r"[^\W\d]\w*")
 
 
 def register(draft: ScriptDraft, call: cst.Call, _updated: cst.Call) -> list[str]:
@@ -130,9 +121,9 @@ def save_state(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> str:
 def _assigned_before(draft: ScriptDraft, node: cst.CSTNode, name: str) -> list[Expression]:
     """What a variable was assigned before a call, the last one first."""
     script = draft.script
-    found = [n for n in script.parents if isinstance(n, cst.Assign) and script.scope(n) is script.scope(node)]
+    found = [n for n in script.every(cst.Assign) if script.scope(n) is script.scope(node)]
     found = [n for n in found if name and name in map(dotted, targets(n)) and script.line(n) < script.line(node)]
-    return [n.value for n in sorted(found, key=lambda n: -script.line(n))]
+    return [n.value for n in reversed(found)]
 
 
 def load_state(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> str:

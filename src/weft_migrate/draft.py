@@ -62,7 +62,7 @@ class ScriptDraft:
     imports: set[str] = field(default_factory=set)
     windows: dict[str, str] = field(default_factory=dict)  # of loaders
     policy: str = ""  # the variable of a precision that is known when the program runs
-    labels: dict[cst.CSTNode, str] = field(default_factory=dict)  # what calls that make strategies become
+    labels: dict[cst.CSTNode, str] = field(default_factory=dict)  # what strategies, and loaders of loops, become
     stayed: list[cst.CSTNode] = field(default_factory=list)  # the code that was left
     looped: list[AccumulateLoop] = field(default_factory=list)  # the loops that are translated
     prepared: dict[str, str] = field(default_factory=dict)  # names and their roles
@@ -123,7 +123,8 @@ class ScriptDraft:
 
     def context(self, holder: cst.CSTNode) -> str:
         """The context in the place of an accelerator."""
-        before, dot, _ = dotted(holder).rpartition(".")
+        text = dotted(holder)
+        before, dot, _ = self.script.states.get(text, text).rpartition(".")
         return f"{before}{dot}{self.ctx}"
 
     def context_of(self, call: cst.Call) -> str:
@@ -205,14 +206,12 @@ class ScriptDraft:
         uses = [n for n in script.parents if dotted(n).rpartition(".")[2] == function.name.value]
         uses = [n for n in uses if n is not function.name and not isinstance(script.parents[n], cst.Attribute)]
         uses = [use for use in uses if not self._becomes_foreign(use)]
-        calls = [script.parents[use] for use in uses]
+        calls = [call for use in uses if isinstance(call := script.parents[use], cst.Call) and call.func is use]
         taken = name in script.used and name not in self.parameters.get(function, {})
         plain = has.params and not (has.star_kwarg or has.kwonly_params or taken)
-        if not plain or not isinstance(has.star_arg, cst.MaybeSentinel):
+        seen = len(calls) == len(uses) and all(call.args and self.sees(value, call) for call in calls)
+        if not plain or not isinstance(has.star_arg, cst.MaybeSentinel) or not seen:
             return False
-        for call, use in zip(calls, uses, strict=True):
-            if not (isinstance(call, cst.Call) and call.func is use and call.args and self.sees(value, call)):
-                return False
         self.parameters.setdefault(function, {})[name] = None
         for call in calls:
             self.arguments.setdefault(call, {})[name] = _text(name, value)

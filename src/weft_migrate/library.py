@@ -34,6 +34,7 @@ class LibraryRows(NamedTuple):
         prepares: Methods that prepare objects, and the roles of their arguments: "" for "by its name"; the last one is
             that of all others.
         methods: Rows for the methods of its object.
+        statements: Rows for methods that are called in a statement of their own; "" for one that is removed.
         attributes: Texts for the attributes.
         functions: Rows for functions.
         settings: Keywords of its object and what to write; "" for what is taken over, as is what `makers` make.
@@ -42,6 +43,7 @@ class LibraryRows(NamedTuple):
         remarks: What is different about what was translated.
         plugins: Arguments of plugins and strategies, and their names in a configuration file; "" for those that are
             about memory, speed or files of the library alone.
+        replicate: Arguments for DDP, as "name=value" or "name=" for any value, and those of `weft.replicate`.
         wrapped: What only objects of the library have, as "role.attribute", and the text for `{}`, the object; "" for
             a call that is removed.
         passed: The arguments that are taken over of calls that make settings, for those that are not strategies.
@@ -57,6 +59,7 @@ class LibraryRows(NamedTuple):
     positional: Sequence[str]
     prepares: Mapping[str, Sequence[str]]
     methods: Mapping[str, list[Template]]
+    statements: Mapping[str, list[Template]]
     attributes: Mapping[str, str]
     functions: Mapping[str, list[Template]]
     settings: Mapping[str, str]
@@ -68,6 +71,7 @@ class LibraryRows(NamedTuple):
     passed: Mapping[str, Sequence[str]]
     held: Mapping[str, str] = MappingProxyType({})
     precisions: Mapping[str, str] = MappingProxyType({})
+    replicate: Mapping[str, str] = MappingProxyType({})
 
     def has(self, module: str, name: str = "") -> bool:
         """Whether an import is from this library."""
@@ -77,7 +81,7 @@ class LibraryRows(NamedTuple):
 def read_library(name: str) -> LibraryRows:
     """The library of a file, `name.toml`."""
     table: dict[str, Any] = tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
-    for kind in ("methods", "functions"):
+    for kind in ("methods", "statements", "functions"):
         table[kind] = templates(table[kind])
     return LibraryRows(**table)
 

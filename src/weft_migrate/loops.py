@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import libcst as cst
+import libcst.matchers as m
 
 from weft_migrate.draft import ScriptDraft
 from weft_migrate.script import AccumulateLoop, code, dotted, inside, is_part
@@ -10,89 +13,64 @@ from weft_migrate.script import AccumulateLoop, code, dotted, inside, is_part
 
 def split_loop(draft: ScriptDraft, found: AccumulateLoop, updated: cst.For) -> cst.For:
     """Make two loops of one; what belongs to the step of the optimizer goes to the outer one."""
-    place, block = _place(found), found.block
-    outer, old = found.loop.body.body, block.body.body
-    target, source = updated.target, updated.iter
-    numbered = isinstance(source, cst.Call) and dotted(source.func) == "enumerate" and isinstance(target, cst.Tuple)
-    batch = target.elements[1].value if numbered and isinstance(target, cst.Tuple) else target
-    at = _first_of_step(draft, found)
-    cleared = [each for each in old[:at] if _is_step(draft, each)]  # zero_grad at the beginning
+    above, micro, step, below = _parts(draft, found)
+    cleared = [each for each in micro if _is_step(draft, each)]  # zero_grad at the beginning
+    window = cst.Name(draft.window)
+    target: cst.BaseAssignTargetExpression = window
+    source = updated.iter
+    batch: cst.BaseExpression = updated.target
+    match found.loop:  # `for step, batch in enumerate(loader)`
+        case cst.For(cst.Tuple([index, second]) as pair, cst.Call(cst.Name("enumerate"))):
+            batch, name = second.value, dotted(index.value)
+            names = [n for n in inside(*found.loop.body.body) if dotted(n) == name]
+            if any(not is_part(n, draft.script.parents[n]) for n in names):
+                draft.check(pair, f"{name} counts optimizer steps, no longer micro-batches")
+                target = pair.with_changes(elements=[index, second.with_changes(value=window)])
+            else:
+                source = cst.ensure_type(updated.iter, cst.Call).args[0].value
     head = f"for {code(batch)} in {draft.window}:"
-    for each in [*old[at:], *outer[place + 1 :]]:
+    for each in [*step, *below]:
         if _counts(draft, each):
             draft.check(each, f"runs once per optimizer step; for each micro-batch, move it into `{head}`")
-    before, lines = draft.results(outer[:place])
-    kept, rest = draft.results([each for each in old[:at] if each not in cleared], [*lines, *block.leading_lines])
-    after, footer = draft.results([*old[at:], *cleared, *outer[place + 1 :]], rest)
-    loop = cst.ensure_type(cst.parse_statement(head + " pass"), cst.For)
-    body = [loop.with_changes(body=cst.IndentedBlock([*before, *kept])), *after]
-    updated = _header(draft, found, updated)
-    block_of = cst.ensure_type(updated.body, cst.IndentedBlock)
-    return updated.with_changes(body=block_of.with_changes(body=body, footer=[*footer, *block_of.footer]))
+    before, lines = draft.results(above)
+    kept, rest = draft.results([each for each in micro if each not in cleared], [*lines, *found.block.leading_lines])
+    after, footer = draft.results([*step, *cleared, *below], rest)
+    inner = cst.ensure_type(cst.parse_statement(head + " pass"), cst.For)
+    body = [inner.with_changes(body=cst.IndentedBlock([*before, *kept])), *after]
+    block = cst.ensure_type(updated.body, cst.IndentedBlock)
+    block = block.with_changes(body=body, footer=[*footer, *block.footer])
+    return updated.with_changes(target=target, iter=source, body=block)
 
 
-def _place(found: AccumulateLoop) -> int:
-    return list(found.loop.body.body).index(found.block)
-
-
-def _header(draft: ScriptDraft, found: AccumulateLoop, updated: cst.For) -> cst.For:
-    """`for step, batch in enumerate(loader)` becomes `for window in windows`."""
-    loop, windows, window = found.loop, cst.parse_expression(draft.windows[found.loader]), cst.Name(draft.window)
-    inner: cst.CSTNode = loop.iter
-    while isinstance(inner, cst.Call) and not draft.script.method(inner.func):
-        inner = inner.args[0].value
-    numbered = isinstance(loop.iter, cst.Call) and dotted(loop.iter.func) == "enumerate"
-    source = loop.iter
-    target: cst.BaseExpression = window
-    if isinstance(loop.target, cst.Tuple) and numbered:
-        index, batch = loop.target.elements
-        names = [n for n in inside(*loop.body.body) if dotted(n) == dotted(index.value)]
-        if any(not is_part(n, draft.script.parents[n]) for n in names):
-            draft.check(loop.target, f"{dotted(index.value)} counts optimizer steps, no longer micro-batches")
-            target = loop.target.with_changes(elements=[index, batch.with_changes(value=window)])
-        else:
-            source = cst.ensure_type(loop.iter, cst.Call).args[0].value
-    return updated.with_changes(target=target, iter=_exchanged(source, inner, windows, draft))
-
-
-def _exchanged(
-    source: cst.BaseExpression, old: cst.CSTNode, new: cst.BaseExpression, draft: ScriptDraft
-) -> cst.CSTNode:
-    """What a loop iterates over, with the windows in the place of the loader."""
-    if source is old:
-        return new
-    call = cst.ensure_type(source, cst.Call)
-    first = call.args[0]
-    changed = first.with_changes(value=_exchanged(first.value, old, new, draft))
-    rest = [each.with_changes(value=cst.parse_expression(draft.text(each.value))) for each in call.args[1:]]
-    return call.with_changes(args=[changed, *rest])
-
-
-def _first_of_step(draft: ScriptDraft, found: AccumulateLoop) -> int:
-    body = found.block.body.body
+def _parts(draft: ScriptDraft, found: AccumulateLoop) -> list[Sequence[cst.CSTNode]]:
+    """What is above the block, in it up to `backward`, in it from the step on, and below it."""
+    outer, body = list(found.loop.body.body), list(found.block.body.body)
+    place = outer.index(found.block)
     backward = max(n for n, node in enumerate(body) if draft.script.has(node, "backward"))
-    return next((n for n in range(backward + 1, len(body)) if _is_step(draft, body[n])), len(body))
+    at = next((n for n in range(backward + 1, len(body)) if _is_step(draft, body[n])), len(body))
+    return [outer[:place], body[:at], body[at:], outer[place + 1 :]]
 
 
 def _is_step(draft: ScriptDraft, node: cst.CSTNode) -> bool:
     """`optimizer.step()`, `scheduler.step()`, `zero_grad()`, clipping, and what is under `sync_gradients`."""
     if isinstance(node, cst.If):
         return draft.script.method(node.test) == "sync_gradients"
-    for call in inside(node):
-        if isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute):
-            owner = draft.prepared.get(dotted(call.func.value))
-            named = call.func.attr.value in ("step", "zero_grad") and owner in ("optimizer", "scheduler", "model")
-            if named or (draft.script.method(call.func) or "").startswith("clip_grad"):
+    for each in inside(node):
+        match each:
+            case cst.Call(cst.Attribute(owner, cst.Name("step" | "zero_grad"))):
+                if draft.prepared.get(dotted(owner)) in ("optimizer", "scheduler", "model"):
+                    return True
+            case cst.Call(func) if (draft.script.method(func) or "").startswith("clip_grad"):
                 return True
     return False
 
 
 def _counts(draft: ScriptDraft, node: cst.CSTNode) -> bool:
+    """Whether a statement adds to something, so that it matters how often it runs."""
     if isinstance(node, cst.If) and draft.script.has(node.test, "sync_gradients"):
         return False
-    calls = [n.func for n in inside(node) if isinstance(n, cst.Call) and isinstance(n.func, cst.Attribute)]
-    adds = any(isinstance(each, cst.Attribute) and each.attr.value in ("append", "update") for each in calls)
-    return adds or any(isinstance(n, cst.AugAssign) for n in inside(node))
+    adds = m.AugAssign() | m.Call(m.Attribute(attr=m.Name("append") | m.Name("update")))
+    return bool(m.findall(node, adds))
 
 
 def is_after_backward(draft: ScriptDraft, node: cst.CSTNode) -> bool:
@@ -100,6 +78,5 @@ def is_after_backward(draft: ScriptDraft, node: cst.CSTNode) -> bool:
     found = draft.loop_of(node)
     if found is None:
         return not any(draft.script.calls("accumulate"))
-    around = {node, *draft.script.above(node)}
-    steps = [*found.block.body.body[_first_of_step(draft, found) :], *found.loop.body.body[_place(found) + 1 :]]
-    return any(each in around for each in steps)
+    *_, step, below = _parts(draft, found)
+    return not {node, *draft.script.above(node)}.isdisjoint([*step, *below])

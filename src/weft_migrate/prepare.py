@@ -9,8 +9,8 @@ import libcst as cst
 
 from weft_migrate.checkpoints import is_place_of_state, state_line
 from weft_migrate.draft import Left, ScriptDraft, literal
-from weft_migrate.script import Expression, code, dotted, elements, given, inside, named
-from weft_migrate.strategies import MODEL_MAKERS, always, lost, model_lines
+from weft_migrate.script import Expression, code, dotted, elements, given, joined, named, parameters
+from weft_migrate.strategies import MODEL_MAKERS, SETTINGS, Prepared, always, lost, model_lines
 
 
 def construct(draft: ScriptDraft, call: cst.Call) -> str:
@@ -18,46 +18,42 @@ def construct(draft: ScriptDraft, call: cst.Call) -> str:
     if isinstance(draft.script.parents[call], cst.Attribute):
         raise Left(otherwise="ctx = weft.start(), once; then ctx.rank, ctx.is_main, ctx.is_last, ctx.device")
     arguments = given(call)
-    options = [each for name, value in arguments.keywords.items() if (each := _option(draft, call, name, value))]
+    options = [_option(draft, call, name, value) for name, value in arguments.keywords.items()]
     if arguments.spread:
         draft.check(call, "these arguments: not taken over")
-    for name in ("split_batches", "dispatch_batches"):
-        setting = draft.setting(name)
+    for mode in ("split", "dispatch"):
+        setting = draft.setting(f"{mode}_batches")
         if setting is not None and literal(setting) not in (True, False, None):
-            mode = name.partition("_")[0]
-            draft.check(call, f'{name}: not a literal, so not taken over; weft.shard_data(loader, ctx, mode="{mode}")')
+            hint = f'not a literal, so not taken over; weft.shard_data(loader, ctx, mode="{mode}")'
+            draft.check(call, f"{mode}_batches: {hint}")
     limits = draft.handler("InitProcessGroupKwargs")
     options += [f"timeout_s=({code(limits['timeout'])}).total_seconds()"] if set(limits) == {"timeout"} else []
     options += [each.options for each in always(draft) if each.name == "start"]
-    return f"weft.start({', '.join(options)})"
+    return f"weft.start({joined(*options)})"
 
 
 def _option(draft: ScriptDraft, call: cst.Call, name: str, value: Expression) -> str:
     """The argument of `weft.start` for a setting; a remark about those that mean something else."""
-    script = draft.script
-    hint = script.library.settings.get(name, "not taken over")
-    if name == "cpu" and code(value) != "False":
-        return 'device="cpu"' + (f" if {code(value)} else None" if code(value) != "True" else "")
+    script, text = draft.script, code(value)
+    if name == "cpu" and text != "False":
+        return 'device="cpu"' + (f" if {text} else None" if text != "True" else "")
+    if name == "accelerator" and isinstance(value, cst.SimpleString):
+        return 'device="cpu"' if literal(value) == "cpu" else ""
     if name == "accelerator":
-        text = code(value)
-        known = isinstance(value, cst.SimpleString)
-        return (
-            ('device="cpu"' if literal(value) == "cpu" else "")
-            if known
-            else f'device="cpu" if {text} == "cpu" else None'
-        )
-    parts = list(map(script.value, elements(script.value(value))))
-    makers = [each for each in script.choices(value) if script.made(each)[0] in script.library.makers]
-    for kind, made in map(script.made, parts):
+        return f'device="cpu" if {text} == "cpu" else None'
+    for kind, made in map(script.made, elements(script.value(value))):
         if kind not in MODEL_MAKERS:
             lost(draft, call, kind, made)
-    if name in script.uncertain and name not in _OF_MODELS | {"log_with", "project_dir", "cpu"}:
-        draft.check(call, f"{name}: not the same in every {script.library.classes[0]}(...); the last one was taken")
-    elif (makers and not script.taken.intersection(makers) and name not in _OF_MODELS) or dotted(
-        value
-    ) in script.changed:
-        draft.check(call, f"{name}: {code(value)} is made under a condition, or changed later, so not taken over")
-    elif hint and dotted(value) != "None" and not any(each in script.taken for each in parts) and not makers:
+    parts = list(map(script.value, elements(script.value(value))))
+    makers = {each for each in script.choices(value) if script.made(each)[0] in script.library.makers}
+    hint = script.library.settings.get(name, "not taken over")
+    if name in script.uncertain and name not in {*SETTINGS, "log_with", "project_dir", "cpu"}:
+        hint = f"not the same in every {script.library.classes[0]}(...); the last one was taken"
+    elif (makers and not script.taken & makers and name not in SETTINGS) or dotted(value) in script.changed:
+        hint = f"{text} is made under a condition, or changed later, so not taken over"
+    elif dotted(value) == "None" or script.taken.intersection(parts) or makers:
+        hint = ""
+    if hint:
         draft.check(call, f"{name}: {hint}")
     return ""
 
@@ -65,16 +61,15 @@ def _option(draft: ScriptDraft, call: cst.Call, name: str, value: Expression) ->
 def tracker_lines(draft: ScriptDraft, call: cst.Call) -> list[str]:
     """The loggers of Fabric as a list of trackers; none if one of them is of another kind."""
     script, texts = draft.script, list[str]()
-    given_value = script.settings.get("loggers")
-    for each in elements(given_value and script.value(given_value)):
-        kind, arguments = script.made(each)
-        found = dict(zip(("root_dir", "name"), arguments.args, strict=False)) | arguments.keywords
+    loggers = script.settings.get("loggers")
+    for kind, arguments in map(script.made, elements(loggers and script.value(loggers))):
+        found = arguments.named("root_dir", "name")
         if kind not in _TRACKERS or "root_dir" not in found:
             return []
-        place = ", ".join([code(found["root_dir"]), *([code(found["name"])] if "name" in found else [])])
-        file = f", {_TRACKERS[kind][1]}" if _TRACKERS[kind][1] else ""
-        joined = f"os.path.join({place}{file})" if "name" in found or file else place
-        texts.append(f"weft.monitoring.{_TRACKERS[kind][0]}({joined})")
+        function, file = _TRACKERS[kind]
+        places = [*(code(found[each]) for each in ("root_dir", "name") if each in found), *file]
+        place = f"os.path.join({', '.join(places)})" if len(places) > 1 else places[0]
+        texts.append(f"weft.monitoring.{function}({place})")
         draft.check(call, f"{kind}: no folders version_0, version_1, ...; in one that is used, rows are added")
     return [f"{draft.trackers} = [{', '.join(texts)}]"] if texts else []
 
@@ -89,33 +84,34 @@ def policy_line(draft: ScriptDraft) -> str:
 
 
 _LITERAL = (cst.SimpleString, cst.Integer)
-_OF_MODELS = frozenset({"strategy", "fsdp_plugin", "deepspeed_plugin"})
-_TRACKERS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {"TensorBoardLogger": ("tensorboard", ""), "CSVLogger": ("csv", '"metrics.csv"')}
+_TRACKERS: Mapping[str, tuple[str, list[str]]] = MappingProxyType(
+    {"TensorBoardLogger": ("tensorboard", []), "CSVLogger": ("csv", ['"metrics.csv"'])}
 )
 
 
 def prepare(draft: ScriptDraft, node: cst.Assign, call: cst.Call) -> list[str]:
     """Precision and strategy of models, the parts of loaders, then windows and the state."""
     script = draft.script
-    [target] = node.targets if len(node.targets) == 1 else [node.targets[-1]]
-    names, (args, keywords, spread) = elements(target.target), given(call)
+    names, (args, keywords, spread) = elements(node.targets[-1].target), given(call)
     roles = script.roles(call)
     is_plain = len(names) == len(roles) and not keywords and not spread and all(map(named, names))
     unknown = [code(each) for each, role in zip(args, roles, strict=True) if role is None]
-    holder = call.func.value if isinstance(call.func, cst.Attribute) else call.func
+    holder = cst.ensure_type(call.func, cst.Attribute).value
     if unknown or not is_plain or not _has_context(draft, node, holder):
         what = f"what is {', '.join(unknown)}: model, optimizer, loader or scheduler? " if unknown else ""
         raise Left(what, draft.hint("prepare"))
     ctx = draft.context(holder)
     found = {named(name): role or "" for name, role in zip(names, roles, strict=True)}
     texts = {named(name): draft.text(each) for name, each in zip(names, args, strict=True)}
-    of = {kind: {name: texts[name] for name in texts if found[name] == kind} for kind in set(found.values())}
-    lines = model_lines(draft, call, of.get("model", {}), of.get("optimizer", {}), ctx)
-    lines += [_loader(draft, name, value, ctx) for name, value in of.get("loader", {}).items()]
-    lines += [f"{name} = {value}" for name, value in of.get("scheduler", {}).items() if name != value]
+    models, optimizers, loaders, schedulers = (
+        {name: texts[name] for name, role in found.items() if role == kind}
+        for kind in ("model", "optimizer", "loader", "scheduler")
+    )
+    lines = model_lines(draft, Prepared(call, models, optimizers, ctx))
+    lines += [_loader(draft, name, value, ctx) for name, value in loaders.items()]
+    lines += [f"{name} = {value}" for name, value in schedulers.items() if name != value]
     draft.prepared |= found
-    lines += _lengths(draft, node, list(of.get("loader", {})))
+    lines += _lengths(draft, node, list(loaders))
     lines += _windows(draft, node, set(found), ctx)
     if is_place_of_state(draft, node):
         lines.append(state_line(draft, node, ctx))
@@ -125,10 +121,9 @@ def prepare(draft: ScriptDraft, node: cst.Assign, call: cst.Call) -> list[str]:
 def _has_context(draft: ScriptDraft, node: cst.CSTNode, holder: Expression) -> bool:
     """Whether the context may be assigned where a statement stands."""
     script, owner = draft.script, draft.script.scope(node)
-    names = {each.name.value for each in inside(owner.params) if isinstance(each, cst.Param)} if owner else set()
-    for each in script.parents:
-        if isinstance(each, (cst.Global, cst.Nonlocal)) and script.scope(each) is owner:
-            names |= {item.name.value for item in each.names}
+    names = parameters(owner) if owner else set[str]()
+    for each in script.every(cst.Global, cst.Nonlocal):
+        names |= {item.name.value for item in each.names if script.scope(each) is owner}
     made_here = any(script.scope(each) is owner for each in script.constructors)
     return made_here or "." in dotted(holder) or dotted(holder) in names
 
@@ -144,8 +139,8 @@ def _loader(draft: ScriptDraft, name: str, text: str, ctx: str) -> str:
 def _lengths(draft: ScriptDraft, node: cst.CSTNode, loaders: list[str]) -> list[str]:
     """Lengths that are asked for after `load_state`: a restored loader has those of the rest of its epoch."""
     script, here = draft.script, draft.script.scope(node)
-    restores = [n for n in script.calls("load_state") if script.scope(n) is here]
-    calls = [n for n in script.parents if isinstance(n, cst.Call) and script.scope(n) is here and n.args]
+    restores = any(script.scope(n) is here for n in script.calls("load_state"))
+    calls = [n for n in script.every(cst.Call) if script.scope(n) is here and n.args]
     later = {dotted(n.args[0].value) for n in calls if dotted(n.func) == "len" and script.line(n) > script.line(node)}
     asked = [name for name in loaders if restores and name in later]
     for name in asked:
@@ -156,7 +151,7 @@ def _lengths(draft: ScriptDraft, node: cst.CSTNode, loaders: list[str]) -> list[
 def _windows(draft: ScriptDraft, node: cst.CSTNode, found: set[str], ctx: str) -> list[str]:
     """The lines for the loops over what was prepared last."""
     lines: list[str] = []
-    script = draft.script
+    script, steps = draft.script, draft.setting("gradient_accumulation_steps")
     for loop in script.loops:
         needs = {loop.loader, *loop.models}
         if script.scope(loop.loop) is not script.scope(node) or not needs <= set(draft.prepared) or not needs & found:
@@ -166,9 +161,10 @@ def _windows(draft: ScriptDraft, node: cst.CSTNode, found: set[str], ctx: str) -
             draft.windows[loop.loader] = windows
             script.used.add(windows)
         draft.looped += [loop] if loop not in draft.looped else []
-        models, steps = ", ".join(loop.models), draft.setting("gradient_accumulation_steps")
-        models = f"({models})" if "," in models else models
-        call = f"weft.accumulate_grads({models}, {loop.loader}, {ctx}, steps={'1' if steps is None else code(steps)})"
+        draft.labels[loop.source] = draft.windows[loop.loader]
+        models = joined(*loop.models)
+        models = f"({models})" if len(loop.models) > 1 else models
+        call = f"weft.accumulate_grads({models}, {loop.loader}, {ctx}, steps={code(steps) if steps else '1'})"
         line = f"{models}, {draft.windows[loop.loader]}, {ctx} = {call}"
         lines += [line] if line not in lines else []
         item = loop.block.items[0].item

@@ -6,14 +6,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import libcst as cst
-from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
+from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, PositionProvider
 
 from weft_migrate.library import LibraryRows
 
 Expression = cst.BaseExpression
+N = TypeVar("N", bound=cst.CSTNode)
+M = TypeVar("M", bound=cst.CSTNode)
 
 # By the name of a variable, or of the function it comes from; the first that fits.
 ROLES = MappingProxyType(
@@ -37,12 +39,17 @@ class Given(NamedTuple):
     keywords: dict[str, Expression]
     spread: list[Expression]
 
+    def named(self, *parameters: str) -> dict[str, Expression]:
+        """The arguments by name, of a function with these parameters."""
+        return dict(zip(parameters, self.args, strict=False)) | self.keywords
+
 
 class AccumulateLoop(NamedTuple):
     """A loop with `accumulate` in it."""
 
     loop: cst.For
     block: cst.With
+    source: Expression
     models: tuple[str, ...]
     loader: str
 
@@ -64,6 +71,17 @@ def named(node: cst.CSTNode) -> str:
 def code(node: cst.CSTNode) -> str:
     """The text of a node."""
     return cst.Module([]).code_for_node(node)
+
+
+def operand(node: cst.CSTNode) -> str:
+    """The text of an expression, in parentheses if it is more than a name, an attribute, a call or a part."""
+    is_simple = isinstance(node, (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
+    return code(node) if is_simple else f"({code(node)})"
+
+
+def joined(*arguments: str) -> str:
+    """The text of some arguments, without the empty ones."""
+    return ", ".join(filter(None, arguments))
 
 
 def inside(*nodes: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -104,17 +122,23 @@ def variables(node: cst.CSTNode) -> set[str]:
 
 def aliases_of(library: LibraryRows, node: cst.CSTNode) -> list[cst.ImportAlias]:
     """What an import has of a library."""
-    if not isinstance(node, (cst.Import, cst.ImportFrom)) or isinstance(node.names, cst.ImportStar):
-        return []
-    names = {alias: dotted(alias.name) for alias in node.names}
-    if isinstance(node, cst.Import):
-        return [alias for alias, name in names.items() if library.has(name)]
-    return [alias for alias, name in names.items() if library.has(dotted(node.module), name)]
+    match node:
+        case cst.Import(names=names):
+            return [alias for alias in names if library.has(alias.evaluated_name)]
+        case cst.ImportFrom(module=module, names=[*names]):
+            return [alias for alias in names if library.has(dotted(module), alias.evaluated_name)]
+        case _:
+            return []
 
 
 def bound(alias: cst.ImportAlias) -> str:
     """The name that an import binds."""
-    return dotted(alias.asname.name if alias.asname else alias.name).partition(".")[0]
+    return (alias.evaluated_alias or alias.evaluated_name).partition(".")[0]
+
+
+def parameters(function: cst.FunctionDef) -> set[str]:
+    """The names of the parameters of a function."""
+    return {each.name.value for each in inside(function.params) if isinstance(each, cst.Param)}
 
 
 def targets(node: cst.Assign | cst.AnnAssign) -> list[Expression]:
@@ -139,20 +163,24 @@ class Script:
     imported: dict[str, str] = field(default_factory=dict)  # local name -> name in the library
     modules: set[str] = field(default_factory=set)  # local names of the package and its modules
     holders: set[str] = field(default_factory=set)  # texts of the accelerators, as "accelerator" or "self.accelerator"
+    states: dict[str, str] = field(default_factory=dict)  # what has the same attributes: "accelerator.state"
     constructors: list[cst.Call] = field(default_factory=list)
     settings: dict[str, Expression] = field(default_factory=dict)  # keywords of all constructors
     are_known: bool = True  # whether these are all
     late: set[cst.CSTNode] = field(default_factory=set)  # assignments that set them on an accelerator
-    values: dict[str, Expression] = field(default_factory=dict)  # what names were assigned, the last one
-    assigned: dict[str, list[cst.Assign | cst.AnnAssign]] = field(default_factory=dict)  # all of them
+    assigned: dict[str, list[Expression]] = field(default_factory=dict)  # what names are assigned, in order
     changed: set[str] = field(default_factory=set)  # names that also change in other ways
     uncertain: set[str] = field(default_factory=set)  # settings that only some constructors, or some runs, have
     taken: set[cst.CSTNode] = field(default_factory=set)  # calls whose results are settings, in every run
     loops: list[AccumulateLoop] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
-    optimizers: set[str] = field(default_factory=set)  # as given to `prepare`
     wrapped: dict[str, str] = field(default_factory=dict)  # names of what the library returns, and their roles
     evaluated: set[str] = field(default_factory=set)  # loaders whose batches are gathered
+
+    def every(self, kind: type[N], *others: type[M]) -> Iterator[N | M]:
+        """All nodes of a kind, or of two, in the order of the text."""
+        kinds: tuple[type[N | M], ...] = (kind, *others)
+        return (node for node in self.parents if isinstance(node, kinds))
 
     def line(self, node: cst.CSTNode) -> int:
         """The first line of a node."""
@@ -170,29 +198,33 @@ class Script:
             return self.imported[text]
         return text.rpartition(".")[2] if first in self.modules and rest else None
 
-    def _assignments(self, node: cst.CSTNode) -> list[cst.Assign | cst.AnnAssign]:
-        """Those to a variable: in the function around a node, if there are any, or else all."""
+    def _assignments(self, node: cst.CSTNode) -> list[Expression]:
+        """What a variable is assigned: in the function around a node, if it is there, or else anywhere."""
         found = self.assigned.get(dotted(node), [])
         return [each for each in found if self.scope(each) is self.scope(node)] or found
+
+    def last(self, name: str) -> Expression | None:
+        """What a name is assigned last."""
+        return self.assigned[name][-1] if name in self.assigned else None
 
     def value(self, node: cst.CSTNode) -> cst.CSTNode:
         """What a variable is in every run: its only assignment, under no condition; else the node itself."""
         name, found = dotted(node), self._assignments(node)
-        around = inside(*(each.params for each in self.above(node) if isinstance(each, cst.FunctionDef)))
-        is_parameter = any(isinstance(each, cst.Param) and each.name.value == name for each in around)
-        if len(found) != 1 or name in self.changed or is_parameter or found[0].value is None:
+        functions = [each for each in self.above(node) if isinstance(each, cst.FunctionDef)]
+        if len(found) != 1 or name in self.changed or any(name in parameters(each) for each in functions):
             return node
-        place = self.parents[found[0]]
-        block = self.parents[place] if isinstance(place, cst.SimpleStatementLine) else place
-        kept = "." in name and isinstance(self.parents.get(block), cst.FunctionDef)  # self.plugin = ..., in __init__
-        return found[0].value if kept or isinstance(block, cst.Module) or block in self.above(node) else node
+        block = next((each for each in self.above(found[0]) if isinstance(each, cst.BaseSuite)), None)
+        if block is None or block in self.above(node):
+            return found[0]
+        kept = "." in name and isinstance(self.parents[block], cst.FunctionDef)  # self.plugin = ..., in __init__
+        return found[0] if kept else node
 
     def choices(self, node: cst.CSTNode, seen: frozenset[str] = frozenset()) -> list[cst.CSTNode]:
         """All values that an expression may have; what cannot be followed is one of them."""
         name, value = dotted(node), self.value(node)
         if isinstance(value, cst.IfExp):
             return [*self.choices(value.body, seen), *self.choices(value.orelse, seen)]
-        found = [each.value for each in self._assignments(node) if each.value is not None]
+        found = self._assignments(node)
         if not found or name in seen or name in self.changed:
             return [value]
         return [each for one in found for each in self.choices(one, seen | {name})]
@@ -203,19 +235,25 @@ class Script:
         return (self.original(call.func) or "" if isinstance(call, cst.Call) else ""), given(call)
 
     def method(self, node: cst.CSTNode | None) -> str | None:
-        """The name of an attribute of an accelerator."""
-        return node.attr.value if isinstance(node, cst.Attribute) and dotted(node.value) in self.holders else None
+        """The name of an attribute of an accelerator, or of its state."""
+        match node:
+            case cst.Attribute(of, cst.Name(name)) if dotted(of) in {*self.holders, *self.states}:
+                return name
+            case _:
+                return None
 
     def of_wrapped(self, node: cst.CSTNode | None) -> tuple[str, str] | None:
         """What only objects of the library have: the name of such an object, and the text for it in weft."""
         text = dotted(node)
-        found = [(name, f"{role}.{text[len(name) + 1 :]}") for name, role in self.wrapped.items()]
-        fits = (pair for pair in found if text.startswith(f"{pair[0]}.") and pair[1] in self.library.wrapped)
-        return next(((name, self.library.wrapped[key]) for name, key in fits), None)
+        for name, role in self.wrapped.items():
+            row = self.library.wrapped.get(f"{role}.{text[len(name) + 1 :]}")
+            if row is not None and text.startswith(f"{name}."):
+                return name, row
+        return None
 
     def calls(self, *names: str) -> Iterator[cst.Call]:
         """All calls of methods of an accelerator."""
-        return (n for n in self.parents if isinstance(n, cst.Call) and self.method(n.func) in names)
+        return (call for call in self.every(cst.Call) if self.method(call.func) in names)
 
     def has(self, node: cst.CSTNode, *names: str) -> bool:
         """Whether attributes of an accelerator are somewhere in a node."""
@@ -237,22 +275,18 @@ class Script:
 
     def role(self, node: Expression) -> str | None:
         """Model, optimizer, scheduler or loader: by its value if that tells, else by its name."""
-        values = [self.values[dotted(node)]] if dotted(node) in self.values else []
-        for each in [*values, node]:
-            text = dotted(each.func if isinstance(each, cst.Call) else each)
-            if isinstance(each, cst.Call) and text.endswith("from_pretrained"):
+        for each in (self.last(dotted(node)), node):
+            last = dotted(each.func if isinstance(each, cst.Call) else each).rpartition(".")[2]
+            if isinstance(each, cst.Call) and last.endswith("from_pretrained"):
                 return "model"
-            last = text.rpartition(".")[2]
             if found := next((role for role, pattern in ROLES.items() if last and pattern.search(last)), None):
                 return found
         return None
 
     def roles(self, call: cst.Call) -> list[str | None]:
         """The roles of the arguments of `prepare`, or of `setup`."""
-        known = self.library.prepares.get(self.method(call.func) or "", ())
-        args = given(call).args
-        fixed = [known[min(n, len(known) - 1)] if known else "" for n in range(len(args))]
-        return [role or self.role(each) for role, each in zip(fixed, args, strict=True)]
+        known = self.library.prepares[self.method(call.func) or ""]
+        return [known[min(n, len(known) - 1)] or self.role(each) for n, each in enumerate(given(call).args)]
 
     def prepares(self) -> Iterator[cst.Call]:
         """All calls of `prepare`, or of `setup`."""
@@ -261,58 +295,51 @@ class Script:
 
 def find(tree: cst.Module, library: LibraryRows) -> Script:
     """Look through a script."""
-    parents: dict[cst.CSTNode, cst.CSTNode] = {}
-    for node in inside(tree):
-        parents |= dict.fromkeys(node.children, node)
-    where = MetadataWrapper(tree, unsafe_skip_copy=True).resolve(PositionProvider)
-    script = Script(library, where, {node: parents[node] for node in inside(tree) if node in parents})
-    for node in script.parents:
-        for alias in aliases_of(library, node):
-            if isinstance(node, cst.ImportFrom):
-                script.imported[bound(alias)] = dotted(alias.name)
-            else:
-                script.modules.add(bound(alias))
-    script.used = {n.value for n in script.parents if isinstance(n, cst.Name) and not is_part(n, script.parents[n])}
-    is_used = script.imported or script.modules
-    for parameter in [n for n in script.parents if isinstance(n, cst.Param)] if is_used else []:
+    metadata = MetadataWrapper(tree, unsafe_skip_copy=True)
+    parents, where = metadata.resolve(ParentNodeProvider), metadata.resolve(PositionProvider)
+    script = Script(library, where, {node: parents[node] for node in inside(tree) if node is not tree})
+    for node in script.every(cst.Import, cst.ImportFrom):
+        names = {bound(alias): alias.evaluated_name for alias in aliases_of(library, node)}
+        if isinstance(node, cst.ImportFrom):
+            script.imported |= names
+        else:
+            script.modules |= set(names)
+    script.used = {n.value for n in script.every(cst.Name) if not is_part(n, parents[n])}
+    for parameter in script.every(cst.Param) if script.imported or script.modules else ():
         typed = parameter.annotation and script.original(parameter.annotation.annotation) in library.classes
         if typed or parameter.name.value == library.variable:
             script.holders.add(parameter.name.value)
     _assigned(script)
+    script.states = {f"{each}.state": each for each in script.holders}
     _settings(script)
-    blocks = [node for node in script.parents if isinstance(node, cst.With)]
-    script.loops = [loop for node in blocks if (loop := _loop(script, node))]
+    script.loops = [loop for block in script.every(cst.With) if (loop := _loop(script, block))]
     for call in script.calls("gather_for_metrics"):
         around = next((each for each in script.above(call) if isinstance(each, cst.For)), None)
-        script.evaluated |= {_loader_of(script, around.iter)} - {""} if around else set()
+        script.evaluated |= {_loader_of(script, _iterated(around.iter))} - {""} if around else set()
     return script
 
 
 def _assigned(script: Script) -> None:
-    assigned = [n for n in script.parents if isinstance(n, (cst.Assign, cst.AnnAssign)) and n.value is not None]
-    for node in assigned:
-        _holder(script, node)
-    for node in assigned:
-        made = isinstance(node.value, cst.Call) and script.method(node.value.func) in script.library.prepares
-        for name in () if made else filter(None, map(dotted, targets(node))):
-            script.values |= {name: node.value} if node.value else {}
-            script.assigned.setdefault(name, []).append(node)
+    """Note the accelerators, what other names are assigned, and which change in other ways."""
+    pairs = [(node, node.value) for node in script.every(cst.Assign, cst.AnnAssign) if node.value is not None]
+    for node, value in pairs:
+        values = [value.body, value.orelse] if isinstance(value, cst.IfExp) else [value]
+        made = [v for v in values if isinstance(v, cst.Call) and script.original(v.func) in script.library.classes]
+        if made or dotted(value) in script.holders:
+            script.constructors += made
+            script.holders |= set(map(dotted, targets(node))) - {""}
+    for node, value in pairs:
+        is_prepared = isinstance(value, cst.Call) and script.method(value.func) in script.library.prepares
+        for name in () if is_prepared else filter(None, map(dotted, targets(node))):
+            script.assigned.setdefault(name, []).append(value)
             script.changed.add(name.rpartition(".")[0])
-    for other in script.parents:
-        owner, _, method = dotted(other.func).rpartition(".") if isinstance(other, cst.Call) else ("", "", "")
+    for call in script.every(cst.Call):
+        owner, _, method = dotted(call.func).rpartition(".")
         script.changed |= {owner} if method in ("append", "extend", "insert", "update") else set()
+    for other in script.parents:
         if isinstance(other, (cst.AugAssign, cst.For, cst.NamedExpr)):
             script.changed |= set(map(dotted, elements(other.target)))
     script.changed.discard("")
-
-
-def _holder(script: Script, node: cst.Assign | cst.AnnAssign) -> None:
-    value = node.value
-    values = [value.body, value.orelse] if isinstance(value, cst.IfExp) else [value]
-    made = [v for v in values if isinstance(v, cst.Call) and script.original(v.func) in script.library.classes]
-    if made or dotted(value) in script.holders:
-        script.constructors += made
-        script.holders |= {dotted(each) for each in targets(node) if dotted(each)}
 
 
 def _take(script: Script, setting: cst.CSTNode) -> None:
@@ -325,108 +352,95 @@ def _take(script: Script, setting: cst.CSTNode) -> None:
                 _take(script, argument.value)
 
 
-def _own(script: Script, call: cst.Call) -> dict[str, Expression]:
-    """The settings that a constructor gets."""
-    args, keywords, spread = given(call)
-    mine = dict(zip(script.library.positional, args, strict=False)) | keywords
-    for each in spread:
-        found = _spread(script, each)
-        mine |= found or {}
-        script.are_known &= found is not None
-    return mine
-
-
 def _settings(script: Script) -> None:
+    """Note the settings of the accelerators, and the objects that they give back."""
     of_all: list[dict[str, Expression]] = []
+    names = [n for n in script.parents if named(n) and not is_part(n, script.parents[n])]
+    read = {code(n) for n in names if not isinstance(script.parents[n], cst.AssignTarget)}
     for call in script.constructors:
-        mine = _own(script, call)
+        arguments = given(call)
+        mine = arguments.named(*script.library.positional)
+        for each in arguments.spread:
+            mine |= _spread(script, each)
         script.settings |= mine
         of_all += [mine] if script.original(call.func) == script.library.classes[0] else []
+        for value in mine.values():
+            _take(script, value)
     for name in script.settings:
         texts = {code(script.value(each[name])) if name in each else "" for each in of_all}
         script.uncertain |= {name} if len(texts) > 1 else set()
-    parents = script.parents
-    names = [n for n in parents if named(n) and not is_part(n, parents[n])]
-    read = {code(n) for n in names if not isinstance(parents[n], cst.AssignTarget)}
-    loggers = [
-        name
-        for name in read & set(script.assigned)
-        if name and script.made(script.assigned[name][0].value)[0].endswith("Logger")
-    ]
-    script.wrapped |= dict.fromkeys(loggers, "logger")
-    for setting in [each for call in script.constructors for each in _own(script, call).values()]:
-        _take(script, setting)
-    for name in set(script.assigned) - read:
-        for each in script.assigned[name]:
-            _take(script, each.value or each)
+    for name, values in script.assigned.items():
+        if name in read and script.made(values[0])[0].endswith("Logger"):
+            script.wrapped[name] = "logger"
+        for value in () if name in read else values:
+            _take(script, value)
     where = {script.scope(call) for call in script.prepares()}
-    assigned = [node for node in script.parents if isinstance(node, cst.Assign) and script.scope(node) in where]
-    for node in assigned:
-        if script.method(targets(node)[0]) == "gradient_accumulation_steps":
+    for node in script.every(cst.Assign):
+        if script.scope(node) in where and script.method(targets(node)[0]) == "gradient_accumulation_steps":
             script.settings["gradient_accumulation_steps"] = node.value
             script.late.add(node)
     for call in script.prepares():
         whole = script.parents[call]
         bound_to = elements(targets(whole)[0]) if isinstance(whole, cst.Assign) else []
         script.wrapped |= {named(name): role or "" for name, role in zip(bound_to, script.roles(call), strict=False)}
-        pairs = zip(given(call).args, script.roles(call), strict=True)
-        script.optimizers |= {dotted(each) for each, role in pairs if role == "optimizer" and dotted(each)}
 
 
-def _spread(script: Script, value: Expression) -> dict[str, Expression] | None:
+def _spread(script: Script, options: Expression) -> dict[str, Expression]:
     """The settings in `**options`, if the script makes them of a dict and of assignments with a literal as key."""
-    made = script.values.get(dotted(value), value)
-    if not isinstance(made, cst.Dict) or not all(isinstance(each, cst.DictElement) for each in made.elements):
-        return None
-    pairs = [(each.key, each.value) for each in made.elements if isinstance(each, cst.DictElement)]
-    for use in [n for n in script.parents if isinstance(n, cst.Name) and n.value == dotted(value)]:
-        parent = script.parents[use]
-        target = script.parents[parent] if isinstance(parent, cst.Subscript) else None
-        whole = script.parents[target] if isinstance(target, cst.AssignTarget) else None
-        index = parent.slice[0].slice if isinstance(parent, cst.Subscript) else None
-        if isinstance(whole, cst.Assign) and isinstance(index, cst.Index):
-            pairs.append((index.value, whole.value))
-            made_at = set(script.above(value))
-            under = [each for each in script.above(whole) if isinstance(each, (cst.If, cst.For, cst.While, cst.Try))]
-            if isinstance(index.value, cst.SimpleString) and not made_at.issuperset(under):
-                script.uncertain.add(str(index.value.evaluated_value))
-        elif not isinstance(parent, (cst.Arg, cst.AssignTarget)) or (isinstance(parent, cst.Arg) and not parent.star):
-            return None  # it may be changed there
-    keys = [key.evaluated_value if isinstance(key, cst.SimpleString) else None for key, _ in pairs]
-    if not all(isinstance(key, str) for key in keys):
-        return None
-    return {str(key): value for key, (_, value) in zip(keys, pairs, strict=True)}
+    name = dotted(options)
+    made = script.last(name) or options
+    pairs = [(getattr(each, "key", None), each.value) for each in made.elements] if isinstance(made, cst.Dict) else []
+    places, conditional = set[cst.CSTNode](), set[cst.CSTNode]()
+    for node in script.every(cst.Assign):
+        match targets(node)[0]:
+            case cst.Subscript(cst.Name(of), slice=[cst.SubscriptElement(cst.Index(key))]) as place if of == name:
+                pairs.append((key, node.value))
+                places.add(place)
+                under = [each for each in script.above(node) if isinstance(each, (cst.If, cst.For, cst.While, cst.Try))]
+                conditional |= set() if set(script.above(made)).issuperset(under) else {key}
+    uses = [script.parents[n] for n in script.every(cst.Name) if n.value == name]
+    rest = [n for n in uses if n not in places and not isinstance(n, cst.AssignTarget) and not getattr(n, "star", "")]
+    keys = [str(key.evaluated_value) if isinstance(key, cst.SimpleString) else "" for key, _ in pairs]
+    if not isinstance(made, cst.Dict) or rest or not all(keys):
+        script.are_known = False
+        return {}
+    script.uncertain |= {name for name, (key, _) in zip(keys, pairs, strict=True) if key in conditional}
+    return {name: value for name, (_, value) in zip(keys, pairs, strict=True)}
 
 
-def _loader_of(script: Script, source: cst.CSTNode) -> str:
-    """The loader behind what a loop iterates over."""
-    wrappers = ("enumerate", "tqdm", "tqdm.tqdm")
-    while isinstance(source, cst.Call) and dotted(source.func) in wrappers and source.args:
+def _iterated(source: Expression) -> Expression:
+    """What a loop iterates over, without `enumerate` and `tqdm`."""
+    while isinstance(source, cst.Call) and dotted(source.func) in ("enumerate", "tqdm", "tqdm.tqdm") and source.args:
         source = source.args[0].value
-    seen = set()
-    while dotted(source) in script.values and dotted(source) not in seen:  # active = skip_first_batches(...)
-        seen.add(dotted(source))
-        value = script.values[dotted(source)]
-        if isinstance(value, cst.Call) and script.method(value.func) == "skip_first_batches":
-            value = value.args[0].value
-        if not dotted(value):
-            break
-        source = value
-    return dotted(source)
+    return source
+
+
+def _loader_of(script: Script, source: Expression) -> str:
+    """The loader behind what a loop iterates over."""
+    name, seen = dotted(source), set[str]()
+    while name not in seen and (value := script.last(name)):  # active = skip_first_batches(...)
+        seen.add(name)
+        skips = isinstance(value, cst.Call) and script.method(value.func) == "skip_first_batches"
+        name = dotted(given(value).args[0] if skips else value) or name
+    return name
 
 
 def _loop(script: Script, block: cst.With) -> AccumulateLoop | None:
     """`for ... in loader: ...; with accelerator.accumulate(model): ...`."""
-    call, body = block.items[0].item, script.parents[block]
+    body = script.parents[block]
     loop = script.parents.get(body)
-    if not (isinstance(call, cst.Call) and script.method(call.func) == "accumulate" and len(block.items) == 1):
-        return None
-    if not isinstance(loop, cst.For) or loop.orelse or not isinstance(block.body, cst.IndentedBlock):
+    match block:
+        case cst.With(items=[cst.WithItem(item=cst.Call() as call)], body=cst.IndentedBlock(body=lines)):
+            is_accumulated = script.method(call.func) == "accumulate"
+        case _:
+            return None
+    if not is_accumulated or not isinstance(loop, cst.For) or loop.orelse:
         return None
     before = loop.body.body[: list(loop.body.body).index(block)]
-    if any(isinstance(n, (cst.Break, cst.Continue)) for n in inside(*before, *block.body.body)):
+    if any(isinstance(n, (cst.Break, cst.Continue)) for n in inside(*before, *lines)):
         return None  # they would leave the inner loop only
-    loader, args = _loader_of(script, loop.iter), given(call).args
+    source, args = _iterated(loop.iter), given(call).args
+    loader = _loader_of(script, source)
     models = tuple(dotted(each) for each in (elements(args[0]) if len(args) == 1 else args))
     known = loader and models and all(models) and script.has(block, "backward")
-    return AccumulateLoop(loop, block, models, loader) if known else None
+    return AccumulateLoop(loop, block, source, models, loader) if known else None

@@ -7,99 +7,94 @@ from types import MappingProxyType
 
 import libcst as cst
 
+from weft_migrate.calls import from_template
 from weft_migrate.checkpoints import lines_for_state, register
 from weft_migrate.draft import Left, ScriptDraft, literal
 from weft_migrate.prepare import policy_line, prepare, tracker_lines
-from weft_migrate.script import code, dotted, elements, given
+from weft_migrate.script import code, dotted, elements, given, joined
 
 
 def statement(draft: ScriptDraft, node: cst.Expr | cst.Assign, updated: cst.Expr | cst.Assign) -> list[str] | None:
     """The new lines for a statement on a line of its own; None if it stays as its expressions are translated."""
-    call, script = node.value, draft.script
+    call, script, library = node.value, draft.script, draft.script.library
     if not isinstance(call, cst.Call):
         if isinstance(node, cst.Assign) and dotted(call) in script.imported:
             draft.check(node, f"{script.imported[dotted(call)]}: not taken over, weft has no function of this name")
             return []
         return [] if node in script.late else None
-    name = script.method(call.func) or ""
-    if name in script.library.prepares and isinstance(node, cst.Assign):
-        return prepare(draft, node, call)
-    if isinstance(node, cst.Expr) and _is_gone(draft, call):
+    name, now = script.method(call.func) or "", updated.value if isinstance(updated.value, cst.Call) else call
+    if isinstance(node, cst.Assign):
+        if name in library.prepares:
+            return prepare(draft, node, call)
+        if script.is_fabric and script.original(call.func) in library.classes:
+            return [code(updated), *_of_settings(draft, node, call)]
+        if name in ("free_memory", "clear") and len(node.targets) == 1:
+            return [f"{' = '.join(map(code, elements(node.targets[0].target)))} = None", "gc.collect()"]
+        return [] if call in script.taken else None
+    gone, owner, attribute = script.of_wrapped(call.func), *dotted(call.func).rpartition(".")[::2]
+    if gone and not gone[1]:
+        if attribute in library.remarks:
+            draft.check(call, library.remarks[attribute])
         return []
-    if name in STATEMENTS and isinstance(node, cst.Expr):
-        return STATEMENTS[name](draft, call, cst.ensure_type(updated.value, cst.Call))
-    made = script.original(call.func) in script.library.classes and isinstance(node, cst.Assign)
-    if made and draft.script.is_fabric:
-        trackers, policy = tracker_lines(draft, call), policy_line(draft)
-        draft.policy = script.fresh("policy") if policy else ""
-        for name in [draft.policy] * bool(policy) + [draft.trackers] * bool(trackers):
-            draft.make(name, node)
-        more = [f"{draft.policy} = {policy}"] * bool(policy) + trackers
-        return [code(updated), *more] if more else None
-    if name in ("free_memory", "clear") and isinstance(node, cst.Assign) and len(node.targets) == 1:
-        return [f"{' = '.join(map(code, elements(node.targets[0].target)))} = None", "gc.collect()"]
-    if call in script.taken and isinstance(node, cst.Assign):
-        return []
-    if isinstance(call.func, cst.Attribute) and draft.prepared.get(dotted(call.func.value)) == "scheduler":
-        return _step_scheduler(draft, call, cst.ensure_type(updated.value, cst.Call))
+    if name in library.statements:
+        return from_template(draft, library.statements[name], call, now).splitlines()
+    if name in STATEMENTS:
+        return STATEMENTS[name](draft, call, now)
+    if attribute == "step" and draft.prepared.get(owner) == "scheduler" and not _steps_once(draft):
+        draft.check(
+            call, "as many steps as ranks, as Accelerate does; one is enough if the schedule counts global steps"
+        )
+        return [f"for _ in range({draft.ctx}.world_size):", f"    {code(updated)}"]
     return None
 
 
-def _is_gone(draft: ScriptDraft, call: cst.Call) -> bool:
-    """Whether a call is one of an object of the library that is not needed."""
-    found, name = draft.script.of_wrapped(call.func), dotted(call.func).rpartition(".")[2]
-    if found and not found[1] and name in draft.script.library.remarks:
-        draft.check(call, draft.script.library.remarks[name])
-    return bool(found and not found[1])
+def _of_settings(draft: ScriptDraft, node: cst.Assign, call: cst.Call) -> list[str]:
+    """The policy and the trackers that are made with the context, for the settings of Fabric."""
+    trackers, policy = tracker_lines(draft, call), policy_line(draft)
+    if policy:
+        draft.policy = draft.script.fresh("policy")
+        draft.make(draft.policy, node)
+    if trackers:
+        draft.make(draft.trackers, node)
+    return [*([f"{draft.policy} = {policy}"] if policy else []), *trackers]
+
+
+def _steps_once(draft: ScriptDraft) -> bool:
+    """Whether a scheduler takes one step at a time; a prepared one of Accelerate takes as many as there are ranks."""
+    chosen = draft.is_set("split_batches") or draft.setting("step_scheduler_with_optimizer") is not None
+    return chosen or draft.script.is_fabric
 
 
 def is_whole(draft: ScriptDraft, node: cst.CSTNode, name: str) -> bool:
     """Whether a method is translated, or left, with the statement around its call."""
     whole = draft.script.parents[node]
     line = draft.script.parents[whole]
-    known = isinstance(whole, cst.Assign) if name in draft.script.library.prepares else isinstance(whole, cst.Expr)
+    known = isinstance(whole, cst.Assign if name in draft.script.library.prepares else cst.Expr)
     return known and isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
 
 
 def _log(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> list[str]:
-    args, keywords, spread = given(updated)
-    if draft.script.is_fabric and draft.script.method(call.func) == "log":
-        args = [cst.parse_expression(f"{{{code(args[0])}: {code(args[1])}}}"), *args[2:]] if len(args) > 1 else []
-    values, step = (args[0] if args else None), (args[1] if len(args) > 1 else keywords.get("step"))
-    if values is None or step is None or not draft.reaches(draft.trackers, call) or spread or "log_kwargs" in keywords:
+    """Values and a step; `log` of Fabric has one name and one value."""
+    is_single = draft.script.is_fabric and draft.script.method(call.func) == "log"
+    names = ("name", "value", "step") if is_single else ("values", "step")
+    arguments = given(updated)
+    found = {name: code(value) for name, value in arguments.named(*names).items()}
+    if set(found) != set(names) or arguments.spread or not draft.reaches(draft.trackers, call):
         raise Left
+    values, step = f"{{{found['name']}: {found['value']}}}" if is_single else found["values"], found["step"]
     if draft.guarded(call):
-        return [f"for tracker in {draft.trackers}:", f"    tracker({code(values)}, step={code(step)})"]
+        return [f"for tracker in {draft.trackers}:", f"    tracker({values}, step={step})"]
     draft.check(call, "numbers are means over the ranks, no longer those of the main rank")
-    return [f"weft.log({code(values)}, {code(step)}, {draft.context_of(call)}, {draft.trackers})"]
+    return [f"weft.log({values}, {step}, {draft.context_of(call)}, {draft.trackers})"]
 
 
 def _save(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> list[str]:
-    args, keywords, _ = given(updated)
-    if draft.script.is_fabric:  # the path comes first there
-        args = [*args, *(keywords[each] for each in ("path", "state") if each in keywords)][::-1]
-        if len(args) != 2 or not (isinstance(args[0], cst.Call) and code(args[0].func).endswith(".state_dict")):
-            raise Left(otherwise=lines_for_state(draft, call))
-    arguments = ", ".join(map(code, args))
-    return [f"if {draft.context_of(call)}.is_main:", f"    torch.save({arguments})"]
-
-
-def _save_model(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> list[str]:
-    args, keywords, _ = given(updated)
-    if len(args) != 2 or keywords:
-        raise Left
-    model, folder = map(code, args)
-    draft.check(call, "whole tensors only; under fully_shard: weft.export(weft.save(state, folder, step, ctx), out)")
-    return [
-        f"if {draft.context_of(call)}.is_main:",
-        f"    os.makedirs({folder}, exist_ok=True)",
-        f'    safetensors.torch.save_model({model}, os.path.join({folder}, "model.safetensors"))',
-    ]
-
-
-def _unscale(draft: ScriptDraft, call: cst.Call, _updated: cst.Call) -> list[str]:
-    draft.check(call, "not needed: gradients are in true units")
-    return []
+    """`fabric.save` of one `state_dict()`; a dict of objects is one state."""
+    found = given(updated).named("path", "state")
+    state = found.get("state")
+    if len(found) != 2 or not (isinstance(state, cst.Call) and code(state.func).endswith(".state_dict")):
+        raise Left(otherwise=lines_for_state(draft, call))
+    return [f"if {draft.context_of(call)}.is_main:", f"    torch.save({code(state)}, {code(found['path'])})"]
 
 
 def _launch(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> list[str]:
@@ -113,8 +108,7 @@ def _launch(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> list[str]:
 
 def _start_trackers(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> list[str]:
     """`init_trackers(name, config=)` becomes a list of trackers."""
-    args, keywords, _ = given(updated)
-    found = dict(zip(("project_name", "config", "init_kwargs"), args, strict=False)) | keywords
+    found = given(updated).named("project_name", "config", "init_kwargs")
     name, config, more = (found.get(each) for each in ("project_name", "config", "init_kwargs"))
     log_with = draft.setting("log_with")
     kinds = elements(log_with)
@@ -126,7 +120,7 @@ def _start_trackers(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> li
     draft.make(draft.trackers, call)
     if kind == "wandb":
         configs = "" if config is None else f"config={code(config)}"
-        made = f"wandb.init({', '.join(each for each in (f'project={run}', configs, passed) if each)})"
+        made = f"wandb.init({joined(f'project={run}', configs, passed)})"
         return [f"{draft.trackers} = [weft.monitoring.trackers.libraries.wandb({made})] if {ctx}.is_main else []"]
     place = f"os.path.join({draft.text(folder)}, {run})" if folder is not None else run
     lines = [f"{draft.trackers} = [weft.monitoring.tensorboard({place})]"]
@@ -142,20 +136,11 @@ def _options_of(more: cst.BaseExpression | None, kind: object) -> str:
     """`init_kwargs={"wandb": {...}}` as arguments of `wandb.init`."""
     if more is None:
         return ""
-    [element] = more.elements if isinstance(more, cst.Dict) and len(more.elements) == 1 else [None]
-    if kind != "wandb" or not isinstance(element, cst.DictElement) or literal(element.key) != "wandb":
-        raise Left
-    return f"**{code(element.value)}"
-
-
-def _step_scheduler(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> list[str] | None:
-    """A prepared scheduler of Accelerate takes as many steps at once as there are ranks."""
-    once = draft.is_set("split_batches") or draft.setting("step_scheduler_with_optimizer") is not None
-    once |= draft.script.is_fabric
-    if cst.ensure_type(call.func, cst.Attribute).attr.value != "step" or once:
-        return None
-    draft.check(call, "as many steps as ranks, as Accelerate does; one is enough if the schedule counts global steps")
-    return [f"for _ in range({draft.ctx}.world_size):", f"    {code(updated)}"]
+    match more:
+        case cst.Dict([cst.DictElement(key, options)]) if kind == literal(key) == "wandb":
+            return f"**{code(options)}"
+        case _:
+            raise Left
 
 
 STATEMENTS: Mapping[str, Callable[[ScriptDraft, cst.Call, cst.Call], list[str]]] = MappingProxyType(
@@ -164,9 +149,7 @@ STATEMENTS: Mapping[str, Callable[[ScriptDraft, cst.Call, cst.Call], list[str]]]
         "init_trackers": _start_trackers,
         "log": _log,
         "log_dict": _log,
-        "save": _save,
-        "save_model": _save_model,
-        "unscale_gradients": _unscale,
         "launch": _launch,
+        "save": _save,
     }
 )

@@ -11,7 +11,7 @@ import libcst as cst
 
 from weft.cli.foreign.accelerate import calls_of
 from weft_migrate.draft import ScriptDraft, literal
-from weft_migrate.script import Expression, Given, code, dotted, elements, given
+from weft_migrate.script import Expression, Given, code, dotted, elements, given, joined
 
 _COMPRESSED = MappingProxyType({"FP16": "torch.float16", "BF16": "torch.bfloat16"})
 _SCALING = MappingProxyType(
@@ -19,16 +19,12 @@ _SCALING = MappingProxyType(
 )
 _STRATEGIES = frozenset({"replicate", "fully_shard", "zero_partition"})
 _OF_MODELS = _STRATEGIES | {"start", "recompute", "tensor_parallel", "context_parallel", "expert_parallel", "compile"}
+SETTINGS = ("strategy", "fsdp_plugin", "deepspeed_plugin")
 _SAID_ELSEWHERE = frozenset({"accumulate_grads", "skip_nonfinite"})
-_PLUGINS = MappingProxyType(
-    {
-        "fsdp_plugin": ("FullyShardedDataParallelPlugin", "fsdp_config"),
-        "deepspeed_plugin": ("DeepSpeedPlugin", "deepspeed_config"),
-    }
-)
+_PLUGINS = MappingProxyType({"FullyShardedDataParallelPlugin": "fsdp_config", "DeepSpeedPlugin": "deepspeed_config"})
 FABRIC_STRATEGIES = frozenset({"DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy"})
-MODEL_MAKERS = FABRIC_STRATEGIES | {kind for kind, _ in _PLUGINS.values()}
-_KNOWN = re.compile(r"auto|dp|ddp.*|single_device|fsdp.*|deepspeed.*")
+MODEL_MAKERS = FABRIC_STRATEGIES | set(_PLUGINS)
+_KNOWN = re.compile(r"auto|dp|ddp.*|single_device|fsdp.*|deepspeed.*", re.IGNORECASE)
 
 
 class TransformCall(NamedTuple):
@@ -41,6 +37,22 @@ class TransformCall(NamedTuple):
 
     name: str
     options: str = ""
+
+
+class Prepared(NamedTuple):
+    """What one `prepare` gets.
+
+    Attributes:
+        node: The call.
+        models: Their names, and what is given for them.
+        optimizers: Likewise.
+        ctx: The text of the context.
+    """
+
+    node: cst.Call
+    models: Mapping[str, str]
+    optimizers: Mapping[str, str]
+    ctx: str
 
 
 class Branch(NamedTuple):
@@ -62,48 +74,48 @@ def strategies(draft: ScriptDraft, node: cst.CSTNode | None = None) -> list[Bran
         draft: The translation.
         node: Where something is said about what is not taken over, if it is.
     """
-    script, is_fabric = draft.script, draft.script.is_fabric
-    kinds = ["strategy"] if is_fabric else list(_PLUGINS)
-    asked = {name: script.settings[name] for name in kinds if name in script.settings}
+    script = draft.script
     branches: list[Branch] = []
-    for name, value in asked.items():
-        found = script.choices(value)
+    for name in SETTINGS:
+        value = script.settings.get(name)
+        found = script.choices(value) if value else []
         calls = {each: made for each in found if (made := of_value(draft, each, node)) is not None}
         if name in script.uncertain or len(calls) < len(found):
             return None
         several = {tuple(made) for made in calls.values()}
-        if several == {()}:
-            continue
-        if len(several) == 1:
-            return [*branches, Branch("", next(iter(calls.values())))]
-        shared = any(call.name == "start" for each in several for call in each)
-        makers = [script.made(each)[0] for each in found if isinstance(each, cst.Call)]
-        seen = all(draft.sees(value, call) for call in script.prepares())
-        is_choice = isinstance(value, cst.IfExp) and len(found) == 2
-        if shared or not seen or not (is_choice or (dotted(value) and len(set(makers)) == len(makers))):
-            return None
-        if isinstance(value, cst.IfExp):
-            [first, second] = calls.values()
-            branches.append(Branch(code(value.test) if first else f"not ({code(value.test)})", first or second))
-            if first and second:
-                return [*branches, Branch("", second)]
-            continue
-        for each, made in calls.items():
-            label = f'"{script.made(each)[0]}"' if isinstance(each, cst.Call) else code(each)
-            if made:
-                branches.append(Branch(f"{dotted(value)} == {label}" if is_fabric else dotted(value), made))
-    return [*branches, Branch("", [] if is_fabric else _configured(draft, {}, node))]
+        if len(several) > 1 and value:
+            tests = _tests(draft, value, found)
+            if not tests or any(call.name == "start" for each in several for call in each):
+                return None
+            branches += [Branch(test, made) for test, made in zip(tests, calls.values(), strict=True) if made]
+            if isinstance(value, cst.IfExp) and () not in several:
+                return [*branches[:-1], Branch("", branches[-1].calls)]
+        elif several - {()}:
+            return [*branches, Branch("", calls[found[0]])]
+    return [*branches, Branch("", [] if script.is_fabric else _configured(draft, {}, node))]
+
+
+def _tests(draft: ScriptDraft, value: Expression, choices: Sequence[cst.CSTNode]) -> list[str]:
+    """The conditions under which a setting has each of its values; none where the script cannot ask for them."""
+    script = draft.script
+    if not all(draft.sees(value, call) for call in script.prepares()):
+        return []
+    if isinstance(value, cst.IfExp):
+        return [code(value.test), f"not ({code(value.test)})"] if len(choices) == 2 else []
+    makers = [script.made(each)[0] for each in choices if isinstance(each, cst.Call)]
+    if not dotted(value) or len(set(makers)) < len(makers):
+        return []
+    values = [f'"{script.made(each)[0]}"' if isinstance(each, cst.Call) else code(each) for each in choices]
+    return [f"{dotted(value)} == {each}" if script.is_fabric else dotted(value) for each in values]
 
 
 def labels(draft: ScriptDraft) -> dict[cst.CSTNode, str]:
     """What stands for the calls that make a strategy under a condition: the variable that has it is asked later."""
-    branches, script, found = strategies(draft), draft.script, dict[cst.CSTNode, str]()
-    for name in ("strategy", *_PLUGINS) if branches and len(branches) > 1 else ():
-        value = script.settings.get(name)
-        for each in script.choices(value) if value and dotted(value) else ():
-            if isinstance(each, cst.Call):
-                found[each] = f'"{script.made(each)[0]}"' if script.is_fabric else "True"
-    return found
+    script = draft.script
+    values = [script.settings[name] for name in SETTINGS if dotted(script.settings.get(name))]
+    calls = [each for value in values for each in script.choices(value) if isinstance(each, cst.Call)]
+    is_choice = len(strategies(draft) or []) > 1
+    return {each: f'"{script.made(each)[0]}"' if script.is_fabric else "True" for each in calls if is_choice}
 
 
 def always(draft: ScriptDraft) -> list[TransformCall]:
@@ -115,26 +127,23 @@ def always(draft: ScriptDraft) -> list[TransformCall]:
 def of_value(draft: ScriptDraft, value: cst.CSTNode, node: cst.CSTNode | None = None) -> list[TransformCall] | None:
     """The calls for one value of a setting; None if it is not known."""
     kind, made = draft.script.made(value)
-    keys = dict(_PLUGINS.values())
     lost(draft, node, kind, made)
-    if kind in keys:
+    if kind in _PLUGINS:
         names = draft.script.library.plugins
         config = {names.get(each) or each: literal(value) for each, value in made.keywords.items()}
-        return _configured(draft, {keys[kind]: config}, node)
-    if dotted(value) == "None":
-        return []
-    if kind in FABRIC_STRATEGIES or isinstance(value, cst.SimpleString):
-        return _of_fabric(draft, kind or str(literal(value)), made)
-    return None
+        return _configured(draft, {_PLUGINS[kind]: config}, node)
+    name = kind if kind in FABRIC_STRATEGIES else literal(value) if isinstance(value, cst.SimpleString) else ""
+    if isinstance(name, str) and _KNOWN.fullmatch(name):
+        return _of_fabric(draft, name, made.keywords)
+    return [] if dotted(value) == "None" else None
 
 
 def _configured(
     draft: ScriptDraft, more: Mapping[str, Mapping[str, object]], node: cst.CSTNode | None
 ) -> list[TransformCall]:
     """The calls for a configuration file of Accelerate, and for a plugin."""
-    values = {**draft.config, **more}
     found: list[TransformCall] = []
-    for call in calls_of({key: value for key, value in values.items() if key not in ("mixed_precision", "debug")}):
+    for call in calls_of({**draft.config, **more, "mixed_precision": None}):
         function, _, arguments = call.partition("  #")[0].removesuffix(")").partition("(")
         name = function.rpartition(".")[2]
         if name in _OF_MODELS:
@@ -166,37 +175,34 @@ def _is_said(draft: ScriptDraft, name: str, value: Expression) -> bool:
     return name in draft.script.library.plugins and literal(value) is not None
 
 
-def _of_fabric(draft: ScriptDraft, name: str, arguments: Given) -> list[TransformCall] | None:
-    """The calls for `strategy=` of Fabric; None if it has another name."""
-    if not (_KNOWN.fullmatch(name) or name in FABRIC_STRATEGIES):
-        return None
-    stage = re.search(r"(?i)deepspeed.*?_(\d)", name)
-    if stage or name == "DeepSpeedStrategy":
-        level = stage[1] if stage else str(literal(arguments.keywords.get("stage")) or 2)
+def _of_fabric(draft: ScriptDraft, name: str, keywords: Mapping[str, Expression]) -> list[TransformCall]:
+    """The calls for `strategy=` of Fabric."""
+    if name.startswith(("fsdp", "FSDP")):
+        return _fsdp_of_fabric(draft, keywords, offload="offload" in name)
+    if name.startswith(("deepspeed", "DeepSpeed")):
+        stage = re.search(r"\d", name)
+        level = stage[0] if stage else literal(keywords.get("stage")) or 2
         more = ', engine="deepspeed", offload="cpu"' if "offload" in name else ""
         return [TransformCall("zero_partition", f"stage={level}{more}")]
-    if name.startswith("fsdp") or name == "FSDPStrategy":
-        return _fsdp_of_fabric(draft, arguments.keywords, offload="offload" in name)
     unused = name.endswith("find_unused_parameters_true")
-    unused |= literal(arguments.keywords.get("find_unused_parameters")) is True
+    unused |= literal(keywords.get("find_unused_parameters")) is True
     return [TransformCall("replicate", 'unused="zero"')] if unused else []
 
 
 def _fsdp_of_fabric(draft: ScriptDraft, keywords: Mapping[str, Expression], *, offload: bool) -> list[TransformCall]:
-    calls: list[TransformCall] = []
-    options: list[str] = []
+    units = _classes(draft, keywords.get("auto_wrap_policy"))
+    blocks = _classes(draft, keywords.get("activation_checkpointing_policy"))
     sharding = str(literal(keywords.get("sharding_strategy")) or "")
-    if sharding.startswith("HYBRID"):
-        calls.append(TransformCall("start", 'mesh={"replica": -1, "shard": torch.accelerator.device_count()}'))
-    if blocks := _classes(draft, keywords.get("activation_checkpointing_policy")):
-        calls.append(TransformCall("recompute", f"blocks={blocks}"))
-    if units := _classes(draft, keywords.get("auto_wrap_policy")):
-        options.append(f"units={units}")
-    if "GRAD_OP" in sharding or "ZERO2" in sharding:
-        options.append("reshard_after_forward=False")
-    if offload or literal(keywords.get("cpu_offload")) is True:
-        options.append("offload=True")
-    return [*calls, TransformCall("fully_shard", ", ".join(options))]
+    offload |= literal(keywords.get("cpu_offload")) is True
+    options = joined(
+        units and f"units={units}",
+        "reshard_after_forward=False" if "GRAD_OP" in sharding or "ZERO2" in sharding else "",
+        "offload=True" if offload else "",
+    )
+    mesh = 'mesh={"replica": -1, "shard": torch.accelerator.device_count()}'
+    calls = [TransformCall("start", mesh)] if sharding.startswith("HYBRID") else []
+    calls += [TransformCall("recompute", f"blocks={blocks}")] if blocks else []
+    return [*calls, TransformCall("fully_shard", options)]
 
 
 def _classes(draft: ScriptDraft, given_policy: Expression | None) -> str:
@@ -208,110 +214,81 @@ def _classes(draft: ScriptDraft, given_policy: Expression | None) -> str:
     return f"[{', '.join(texts)}]" if len(texts) > 1 else "".join(texts)
 
 
-def model_lines(
-    draft: ScriptDraft, node: cst.Call, models: Mapping[str, str], optimizers: Mapping[str, str], ctx: str
-) -> list[str]:
-    """The lines for models and optimizers of one `prepare`: names, and what is given for them."""
-    branches = strategies(draft, node)
-    if draft.policy and not draft.reaches(draft.policy, node):
+def model_lines(draft: ScriptDraft, of: Prepared) -> list[str]:
+    """The lines for the models and optimizers of one `prepare`."""
+    branches = strategies(draft, of.node)
+    if draft.policy and not draft.reaches(draft.policy, of.node):
         branches = None
-    if branches is None and models:
-        names = [*models, *optimizers]
-        draft.left(node, _to_paste(draft, node, models, optimizers, ctx))
-        return [f"{', '.join(names)} = {code(node.func)}({', '.join([*models.values(), *optimizers.values()])})"]
-    if not branches or not models or len(branches) == 1:
-        return _lines_of(draft, node, branches[0].calls if branches else [], models, optimizers, ctx)
-    found = [_lines_of(draft, node, branch.calls, models, optimizers, ctx) for branch in branches]
-    return _chain([branch.test for branch in branches], found)
+    if branches is None and of.models:
+        given_now = [*of.models.values(), *of.optimizers.values()]
+        draft.left(of.node, _to_paste(draft, of))
+        return [f"{', '.join([*of.models, *of.optimizers])} = {code(of.node.func)}({', '.join(given_now)})"]
+    if not branches or not of.models or len(branches) == 1:
+        return _lines_of(draft, of, branches[0].calls if branches else [])
+    lines: list[str] = []
+    for branch in branches:
+        head = f"{'elif' if lines else 'if'} {branch.test}:" if branch.test else "else:"
+        lines += [head, *(f"    {each}" for each in _lines_of(draft, of, branch.calls))]
+    return lines
 
 
-def _chain(tests: Sequence[str], bodies: Sequence[list[str]]) -> list[str]:
-    """`if`, `elif` and `else` with these lines; the last test is empty."""
-    heads = [f"if {tests[0]}:", *(f"elif {test}:" for test in tests[1:-1]), "else:"]
-    return [
-        line for head, body in zip(heads, bodies, strict=True) for line in (head, *(f"    {each}" for each in body))
-    ]
-
-
-def _to_paste(
-    draft: ScriptDraft, node: cst.Call, models: Mapping[str, str], optimizers: Mapping[str, str], ctx: str
-) -> str:
+def _to_paste(draft: ScriptDraft, of: Prepared) -> str:
     """The lines to choose from, for a strategy that is not known before the run."""
-    script, library = draft.script, draft.script.library
-    made = [
-        call for call in script.parents if isinstance(call, cst.Call) and script.original(call.func) in MODEL_MAKERS
-    ]
-    settings = [code(script.settings[name]) for name in ("strategy", *_PLUGINS) if name in script.settings]
-    choices = [(f"if ...:  # {script.original(call.func)}", of_value(draft, call, node) or []) for call in made]
-    choices = choices or [('if ...:  # "fsdp"', [TransformCall("fully_shard")])]
-    lines = [f"{library.name} learns from {', '.join(settings)} what to do, when it runs. Write what you need:"]
-    for head, calls in [*choices, ("else:", list[TransformCall]())]:
-        known = [call for call in calls if call.name != "start"]
-        lines += [head if head == "else:" or len(lines) == 1 else f"el{head}"]
-        is_zero = any(call.name == "zero_partition" for call in known)
-        mine = optimizers or ({"optimizer": "optimizer"} if is_zero else {})
-        lines += [f"    {line}" for line in _lines_of(draft, node, known, models, mine, ctx)]
-    return "\n".join(lines)
+    script = draft.script
+    made = [call for call in script.every(cst.Call) if script.original(call.func) in MODEL_MAKERS]
+    settings = [code(script.settings[name]) for name in SETTINGS if name in script.settings]
+    choices = [(script.original(call.func), of_value(draft, call) or []) for call in made]
+    lines = [f"{script.library.name} learns from {', '.join(settings)} what to do, when it runs. Write what you need:"]
+    for kind, calls in choices or [('"fsdp"', [TransformCall("fully_shard")])]:
+        is_zero = any(call.name == "zero_partition" for call in calls)
+        mine = of.optimizers or ({"optimizer": "optimizer"} if is_zero else {})
+        lines.append(f"{'if' if len(lines) == 1 else 'elif'} ...:  # {kind}")
+        lines += [f"    {line}" for line in _lines_of(draft, of._replace(optimizers=mine), calls)]
+    return "\n".join([*lines, "else:", *(f"    {line}" for line in _lines_of(draft, of, []))])
 
 
-def _lines_of(
-    draft: ScriptDraft,
-    node: cst.CSTNode,
-    given_calls: Sequence[TransformCall],
-    models: Mapping[str, str],
-    optimizers: Mapping[str, str],
-    ctx: str,
-) -> list[str]:
+def _lines_of(draft: ScriptDraft, of: Prepared, transforms: Sequence[TransformCall]) -> list[str]:
     """The lines for one strategy."""
-    split, (policy, may_scale) = [], precision(draft)
-    calls = [call for call in given_calls if call.name != "start"]
+    ctx, (policy, may_scale) = of.ctx, precision(draft)
+    calls = [call for call in transforms if call.name != "start"]
     if any('engine="deepspeed"' in call.options for call in calls) and policy == '"fp16"':
         policy, may_scale = '"bf16"', False
-        draft.check(node, "bf16: DeepSpeed cannot scale a loss that is not its own")
+        draft.check(of.node, "bf16: DeepSpeed cannot scale a loss that is not its own")
     if not any(call.name in _STRATEGIES for call in calls):
         calls.append(TransformCall("replicate", _replicate_options(draft)))
         calls.sort(key=lambda call: call.name == "compile")
-    lines = [f"{name} = {value}" for name, value in optimizers.items() if name != value]
     asked = any(draft.script.method(n) == "optimizer_step_was_skipped" for n in draft.script.parents)
-    skips = [f"{name}, {ctx} = weft.skip_nonfinite({name}, {ctx})" for name in optimizers if may_scale or asked]
-    paired = dict(zip(models, optimizers, strict=False)) if len(models) == len(optimizers) else {}
-    for name, value in models.items():
+    skips = [f"{name}, {ctx} = weft.skip_nonfinite({name}, {ctx})" for name in of.optimizers if may_scale or asked]
+    lines = [f"{name} = {value}" for name, value in of.optimizers.items() if name != value]
+    split: list[str] = []
+    for n, (name, value) in enumerate(of.models.items()):
         given_now = value
         if policy:
             lines.append(f"{name}, {ctx} = weft.with_precision({value}, {ctx}, {policy})")
             given_now = name
-        mine = [paired[name]] if name in paired else list(optimizers)
+        optimizers = list(of.optimizers)
+        mine = [optimizers[n]] if len(of.models) == len(optimizers) else optimizers
         for call in calls:
-            split.append(_line(draft, node, call, name, given_now, mine, ctx))
+            split.append(_line(draft, of, call, [name, *mine], given_now))
             given_now = name
     is_zero = any(call.name == "zero_partition" for call in calls)
     return [*lines, *skips, *split] if is_zero else [*lines, *split, *skips]
 
 
-def _line(
-    draft: ScriptDraft,
-    node: cst.CSTNode,
-    call: TransformCall,
-    name: str,
-    given: str,
-    optimizers: Sequence[str],
-    ctx: str,
-) -> str:
-    """One call for one model."""
-    function, options = call
-    objects = [name]
+def _line(draft: ScriptDraft, of: Prepared, call: TransformCall, names: Sequence[str], value: str) -> str:
+    """One call for one model: its name and those of its optimizers, and what is given for the model."""
+    (function, options), (model, *optimizers) = call, names
+    objects = [model]
     if function == "zero_partition" and len(optimizers) == 1:
         objects += optimizers
     elif function == "zero_partition":
         line = f"model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, {options})"
-        draft.check(node, f"{line}: for one model with its optimizer")
+        draft.check(of.node, f"{line}: for one model with its optimizer")
         function, options = "replicate", ""
     elif function == "fully_shard" and optimizers:  # they were made of the parameters before
         several = f"[{', '.join(optimizers)}]"
-        rebind = f"rebind={optimizers[0] if len(optimizers) == 1 else several}"
-        options = f"{options}, {rebind}" if options else rebind
-    arguments = ", ".join(filter(None, [given, *objects[1:], ctx, options]))
-    return f"{', '.join(objects)}, {ctx} = weft.{function}({arguments})"
+        options = joined(options, f"rebind={optimizers[0] if len(optimizers) == 1 else several}")
+    return f"{', '.join(objects)}, {of.ctx} = weft.{function}({joined(value, *objects[1:], of.ctx, options)})"
 
 
 def _reduce(draft: ScriptDraft) -> str | None:
@@ -331,39 +308,26 @@ def precision(draft: ScriptDraft) -> tuple[str | None, bool]:
         policy = draft.script.library.precisions.get(str(literal(draft.script.settings.get("precision"))), "fp32")
         return None if policy == "fp32" else f'"{policy}"', policy == "fp16"
     setting, reduce = draft.setting("mixed_precision"), _reduce(draft)
+    changes = f"reduce={reduce}" if reduce else ""
     if setting is None or literal(setting) == "no" or dotted(setting) == "None":
-        return (f"weft.Precision(reduce={reduce})" if reduce else None), False
+        return (f"weft.Precision({changes})" if changes else None), False
     text, is_literal = code(setting), isinstance(setting, cst.SimpleString)
     text = text if is_literal else f'"fp32" if {text} in (None, "no") else {text}'
-    may_scale = not is_literal or literal(setting) == "fp16"
-    scaling = [
-        f"{_SCALING[name]}={code(value)}"
-        for name, value in draft.handler("GradScalerKwargs").items()
-        if name in _SCALING
-    ]
-    changes = [f"reduce={reduce}"] if reduce else []
+    scaler = draft.handler("GradScalerKwargs").items()
+    scaling = joined(*(f"{_SCALING[name]}={code(value)}" for name, value in scaler if name in _SCALING))
     if scaling and literal(setting) == "fp16":
-        changes.append(f"scaling=weft.precision.LossScaling({', '.join(scaling)})")
-    if not changes:
-        return text, may_scale
-    return f"dataclasses.replace(weft.precision.named_policy({text}), {', '.join(changes)})", may_scale
+        changes = joined(changes, f"scaling=weft.precision.LossScaling({scaling})")
+    may_scale = not is_literal or literal(setting) == "fp16"
+    return f"dataclasses.replace(weft.precision.named_policy({text}), {changes})" if changes else text, may_scale
 
 
 def _replicate_options(draft: ScriptDraft) -> str:
-    options: list[str] = []
+    rows, options = draft.script.library.replicate, list[str]()
     for name, value in draft.handler("DistributedDataParallelKwargs").items():
-        text = code(value)
-        last = text.rpartition(".")[2]
-        if name == "find_unused_parameters" and text == "True":
-            options.append('unused="zero"')
-        elif name == "broadcast_buffers" and text == "False":
-            options.append('buffers="local"')
-        elif name == "bucket_cap_mb":
-            options.append(f"bucket_bytes={text} * 2**20")
-        elif name == "comm_hook" and last in ("POWER_SGD", "BATCHED_POWER_SGD"):
-            options.append("compress=weft.precision.PowerSGD()")
-        elif name == "comm_hook" and last not in {*_COMPRESSED, "NO"}:
-            draft.check(value, "for power_sgd: weft.replicate(model, ctx, compress=weft.precision.PowerSGD())")
-        elif name in ("comm_wrapper", "comm_state_option") and last not in ("NO", "{}"):
-            draft.check(value, "not taken over")
-    return ", ".join(options)
+        last = code(value).rpartition(".")[2]
+        row = rows.get(f"{name}={last}", rows.get(f"{name}="))
+        if row is None:
+            draft.check(value, draft.hint(name, f"{name}: not taken over"))
+        else:
+            options.append(row.format(code(value)))
+    return joined(*options)

@@ -84,6 +84,8 @@ def _is_use(script: Script, node: cst.CSTNode) -> bool:
         return True
     if isinstance(node, cst.Assign) and dotted(node.value) in script.imported:
         return True
+    if dotted(node) in script.states and isinstance(script.parents[node], cst.Attribute):
+        return False  # what is asked of it is the use
     return script.method(node) is not None or script.of_wrapped(node) is not None
 
 
@@ -97,15 +99,16 @@ def _list_rest(draft: ScriptDraft, new: cst.Module) -> None:
     for line, became in draft.became.items():
         now = {name for each in became for part in _head(each) for name in variables(part)}
         for node in [n for part in _head(line) for n in inside(part) if isinstance(n, cst.Name)]:
-            is_name = node.value in names & now and not is_part(node, script.parents[node]) and node not in stayed
-            if is_name and not _binds(script, node):
+            parent = script.parents[node]
+            binds = is_part(node, parent) or isinstance(parent, (cst.AssignTarget, cst.Param))
+            if node.value in names & now and node not in stayed and not binds:
                 whole, last = _whole(script, node)
                 name = script.imported.get(last, last)
                 draft.left(whole, draft.hint(name, f"{name} is not there without {script.library.name}"))
     read = {dotted(n) for n in inside(new) if isinstance(n, cst.Attribute)}
-    roots = {*script.assigned, *(n.name.value for n in script.parents if isinstance(n, cst.Param))}
+    roots = {*script.assigned, *(each.name.value for each in script.every(cst.Param))}
     roots -= script.holders | set(script.wrapped)
-    for argument in [n.value for n in script.parents if isinstance(n, cst.Arg) and isinstance(n.value, cst.Attribute)]:
+    for argument in [each.value for each in script.every(cst.Arg) if isinstance(each.value, cst.Attribute)]:
         if dotted(argument.value) in roots and dotted(argument) not in read:
             draft.check(argument, "nothing reads it any more")
 
@@ -116,10 +119,6 @@ def _head(line: cst.CSTNode) -> list[cst.CSTNode]:
         return [each for each in line.body if not isinstance(each, (cst.Import, cst.ImportFrom))]
     inner = (cst.IndentedBlock, cst.If, cst.Else, cst.Finally, cst.ExceptHandler)
     return [each for each in line.children if not isinstance(each, inner)]
-
-
-def _binds(script: Script, node: cst.CSTNode) -> bool:
-    return isinstance(script.parents[node], (cst.AssignTarget, cst.Param))
 
 
 def _whole(script: Script, node: cst.CSTNode) -> tuple[cst.CSTNode, str]:

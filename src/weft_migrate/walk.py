@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from types import MappingProxyType
 from typing import Any
 
 import libcst as cst
 from typing_extensions import override
 
-from weft_migrate.calls import CALLS
+from weft_migrate.calls import CALLS, from_template
 from weft_migrate.draft import Left, ScriptDraft
 from weft_migrate.loops import is_after_backward, split_loop
 from weft_migrate.prepare import construct
@@ -19,6 +18,7 @@ from weft_migrate.strategies import MODEL_MAKERS, always, labels, strategies
 
 _DEFAULTS = MappingProxyType({"mixed_precision": '"no"', "gradient_accumulation_steps": "1"})
 _BINDING = (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation, cst.BooleanOperation)
+_PLUGINS = frozenset({"deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config"})
 _KINDS = MappingProxyType({"FSDP": "fully_shard", "DEEPSPEED": "zero_partition"})
 
 
@@ -41,18 +41,17 @@ class Walk(cst.CSTTransformer):
 
     def find_parameters(self) -> None:
         """Find the functions that need a setting as an argument, before any of their calls is left."""
-        for node in self.script.parents:
-            name = self.script.method(node)
-            if isinstance(node, cst.Attribute) and name and name in _DEFAULTS:
-                self.draft.setting_at(name, node, "")
-            elif isinstance(node, cst.Attribute) and self.script.method(node.value) == "state":
-                self._state(node)
+        for node in self.script.every(cst.Attribute):
+            if default := _DEFAULTS.get(self.script.method(node) or ""):
+                self.draft.setting_at(node.attr.value, node, default)
 
     @override
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         if isinstance(original_node, (cst.IndentedBlock, cst.Module)):
             body, lines = self.draft.results(original_node.body)
             return updated_node.with_changes(body=body, footer=[*lines, *updated_node.footer])
+        if original_node in self.draft.labels:
+            return cst.parse_expression(self.draft.labels[original_node])
         new = super().on_leave(original_node, updated_node)
         if isinstance(original_node, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
             single = [new] if isinstance(new, cst.CSTNode) else []
@@ -79,8 +78,7 @@ class Walk(cst.CSTTransformer):
     def _is_own(self, argument: cst.CSTNode) -> bool:
         """Whether an argument is one of a function of the script."""
         call = cst.ensure_type(self.script.parents[argument], cst.Call)
-        kinds = (cst.FunctionDef, cst.ClassDef)
-        return any(isinstance(n, kinds) and n.name.value == dotted(call.func) for n in self.script.parents)
+        return any(each.name.value == dotted(call.func) for each in self.script.every(cst.FunctionDef, cst.ClassDef))
 
     @override
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> Any:
@@ -95,15 +93,13 @@ class Walk(cst.CSTTransformer):
     def _attribute(self, node: cst.Attribute) -> str | cst.CSTNode | None:
         """The text of an attribute that is not called; the node itself if it is left; None if it is no use."""
         draft, script = self.draft, self.script
-        name, parent = script.method(node), script.parents[node]
-        if dotted(node) in script.holders:
+        name, parent, text = script.method(node), script.parents[node], dotted(node)
+        if text in script.holders:
             return draft.context(node)
         if (found := script.of_wrapped(node)) and found[1]:
             return found[1].format(found[0])
         if node.attr.value == "no_sync" and draft.prepared.get(dotted(node.value)) == "model":
             return f"functools.partial(weft.contract.no_sync, {dotted(node.value)}, {draft.ctx})"
-        if script.method(node.value) == "state" and (text := self._state(node)):
-            return text
         if name is None or self._is_part(node, name):
             return None  # it is translated as a whole
         if isinstance(parent, cst.AssignTarget):
@@ -117,9 +113,13 @@ class Walk(cst.CSTTransformer):
             return "True"
         if name in _DEFAULTS and (setting := draft.setting_at(name, node, _DEFAULTS[name])):
             return setting
-        if name == "optimizer_step_was_skipped" and len(script.optimizers) == 1:
-            return f"weft.was_skipped({next(iter(script.optimizers))})"
-        draft.left(node, draft.hint(name, "weft has no attribute of this name"))
+        if self._is_no_plugin(node):
+            return "None"
+        optimizers = self._optimizers() if name == "optimizer_step_was_skipped" else set()
+        if len(optimizers) == 1:
+            return f"weft.was_skipped({optimizers.pop()})"
+        known_as = "state" if dotted(node.value) in script.states else name
+        draft.left(node, draft.hint(known_as, "weft has no attribute of this name"))
         return node
 
     def _is_part(self, node: cst.Attribute, name: str) -> bool:
@@ -127,48 +127,40 @@ class Walk(cst.CSTTransformer):
         parent = self.script.parents[node]
         if isinstance(parent, cst.Call) and parent.func is node:
             return name not in self.script.library.attributes
-        if isinstance(parent, cst.Attribute):
-            compared = parent.attr.value == "distributed_type" and self._compares(parent)
-            return name == "state" and (compared or self._state(parent) is not None or self._is_never_read(node))
         if name == "sync_gradients":
             return isinstance(parent, cst.If)
-        return name == "distributed_type" and self._compares(node)
+        if name == "distributed_type":
+            return isinstance(parent, cst.Comparison) and parent.left is node
+        is_inner = dotted(node) in self.script.states and isinstance(parent, cst.Attribute)
+        return is_inner or self._is_never_read(node)
 
-    def _compares(self, node: cst.CSTNode) -> bool:
-        parent = self.script.parents[node]
-        return isinstance(parent, cst.Comparison) and parent.left is node
+    def _optimizers(self) -> set[str]:
+        """The names of the optimizers that are prepared."""
+        script = self.script
+        pairs = [pair for call in script.prepares() for pair in zip(given(call).args, script.roles(call), strict=True)]
+        return {dotted(each) for each, role in pairs if role == "optimizer"} - {""}
 
     def _is_never_read(self, node: cst.CSTNode) -> bool:
         """Whether a part of a test is not evaluated, as its first part decides."""
         tests = (each for each in self.script.above(node) if isinstance(each, cst.BooleanOperation))
         return any(self._is_decided(each.left) is isinstance(each.operator, cst.Or) for each in tests)
 
-    def _state(self, node: cst.Attribute) -> str | None:
-        """What an attribute of `accelerator.state` is: facts of the rank, and None for plugins that are not made."""
-        name, script = node.attr.value, self.script
-        if name == "mixed_precision":
-            return self.draft.setting_at(name, node, _DEFAULTS[name])
-        if name in script.library.attributes:
-            holder = cst.ensure_type(node.value, cst.Attribute).value
-            return script.library.attributes[name].format(ctx=self.draft.context(holder))
-        plugins = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
-        configured = self.draft.config.get(name.replace("_plugin", "_config"))
-        known = script.are_known and name not in script.settings and not configured
+    def _is_no_plugin(self, node: cst.CSTNode) -> bool:
+        """Whether a node asks for a plugin that neither the script nor the configuration file makes."""
+        script, name = self.script, self.script.method(node) or ""
+        known = script.are_known and name not in script.settings
         asked = not isinstance(script.parents[node], cst.Attribute)
-        return "None" if name in plugins and known and asked else None
+        return name in _PLUGINS and known and asked and not self.draft.config.get(name.replace("_plugin", "_config"))
 
     # -- tests -----------------------------------------------------------------------------------------
 
     def _is_decided(self, node: cst.CSTNode) -> bool | None:
         """The value of `accelerator.state.deepspeed_plugin is None`, where the script makes no such plugin."""
-        if not isinstance(node, cst.Comparison) or len(node.comparisons) != 1:
-            return None
-        [(kind, right)] = [(each.operator, each.comparator) for each in node.comparisons]
-        left = node.left
-        if dotted(right) != "None" or not isinstance(kind, (cst.Is, cst.IsNot)) or not isinstance(left, cst.Attribute):
-            return None
-        known = self.script.method(left.value) == "state" and self._state(left) == "None"
-        return isinstance(kind, cst.Is) if known else None
+        match node:
+            case cst.Comparison(left, [cst.ComparisonTarget(cst.Is() | cst.IsNot() as kind, cst.Name("None"))]):
+                return isinstance(kind, cst.Is) if self._is_no_plugin(left) else None
+            case _:
+                return None
 
     @override
     def leave_BooleanOperation(self, original_node: cst.BooleanOperation, updated_node: cst.BooleanOperation) -> Any:
@@ -188,14 +180,10 @@ class Walk(cst.CSTTransformer):
         left, script = original_node.left, self.script
         if (decided := self._is_decided(original_node)) is not None:
             return cst.Name(str(decided))
-        if not isinstance(left, cst.Attribute) or left.attr.value != "distributed_type":
+        if script.method(left) != "distributed_type":
             return updated_node
-        holder = left.value
-        if isinstance(holder, cst.Attribute) and script.method(holder) == "state":
-            holder = holder.value
-        if dotted(holder) not in script.holders:
-            return updated_node
-        [first, *others], ctx = original_node.comparisons, self.draft.context(holder)
+        [first, *others] = original_node.comparisons
+        ctx = self.draft.context(cst.ensure_type(left, cst.Attribute).value)
         kind = dotted(first.comparator).rpartition(".")[2]
         texts = {"XLA": f'{ctx}.device.type == "xla"', "TPU": f'{ctx}.device.type == "xla"'}
         texts["NO"] = f"{ctx}.world_size == 1"
@@ -214,24 +202,23 @@ class Walk(cst.CSTTransformer):
     @override
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> Any:
         node, updated = original_node, self._with_arguments(original_node, updated_node)
-        draft, script = self.draft, self.script
+        draft, script, library = self.draft, self.script, self.script.library
         method, imported = script.method(node.func), script.original(node.func)
-        if node in draft.labels:
-            return cst.parse_expression(draft.labels[node])
         if method is None and imported is None:
             return self._other_call(node, updated)
         if self._is_part_of_more(node, method, imported):
             return updated
         name = method or imported or ""
         try:
-            if imported in script.library.classes:
+            if imported in library.classes:
                 text = construct(draft, node)
-            elif imported in script.library.makers:
+            elif imported in library.makers:
                 raise Left(otherwise=_of_maker(draft, name))
             elif name in CALLS and (node.args or name in ("autocast", "profile")):
                 text = CALLS[name](draft, node, updated)
             else:
-                text = self._from_template(node, updated, name)
+                rows = (library.methods if method else library.functions).get(name)
+                text = from_template(draft, rows, node, updated)
         except Left as left:
             draft.left(node, left.before + draft.hint(name, left.otherwise))
             return node
@@ -242,7 +229,7 @@ class Walk(cst.CSTTransformer):
         script = self.script
         if method in script.library.attributes:
             return True
-        if method in STATEMENTS or method in script.library.prepares:
+        if method in {*STATEMENTS, *script.library.statements, *script.library.prepares}:
             return is_whole(self.draft, node, method or "")
         if method in ("free_memory", "clear"):
             return isinstance(script.parents[node], cst.Assign)
@@ -277,30 +264,6 @@ class Walk(cst.CSTTransformer):
             if args and len(args) < len(updated.args):
                 return updated.with_changes(args=[*args[:-1], args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
         return updated
-
-    def _from_template(self, node: cst.Call, updated: cst.Call, name: str) -> str:
-        """The text of the first row that fits."""
-        draft, library = self.draft, self.script.library
-        is_method = self.script.method(node.func) is not None
-        rows = (library.methods if is_method else library.functions).get(name)
-        if rows is None:
-            raise Left
-        args, keywords, spread = given(updated)
-        releases = name in ("free_memory", "clear") and isinstance(self.script.parents[node], cst.Expr)
-        for text, parameters in rows:
-            found = dict(zip(parameters, args, strict=False)) | keywords
-            needed = {each for each, default in parameters.items() if default is None}
-            known = needed <= set(found) <= set(parameters) and not spread and len(found) >= len(args)
-            if not known and not releases:
-                continue
-            if name in library.remarks:
-                draft.check(node, library.remarks[name])
-            texts = {each: code(found[each]) if each in found else default for each, default in parameters.items()}
-            absent = "|".join(each for each, given_text in texts.items() if not given_text)
-            pattern = re.sub(rf", (\w+=)?{{({absent})}}", "", text)
-            return pattern.format(ctx=draft.context_of(node) if is_method else draft.ctx, **texts)
-        text, parameters = rows[0]
-        raise Left(otherwise=text.format(ctx=draft.ctx, **dict.fromkeys(parameters, "...")))
 
     # -- statements ------------------------------------------------------------------------------------
 

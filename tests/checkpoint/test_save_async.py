@@ -22,8 +22,9 @@ from torch import nn
 import weft
 from tests.checkpoint.folders import folders
 from tests.variants import variants
+from weft.checkpoint import staging
+from weft.checkpoint.format.safetensors_write import write_parts
 from weft.checkpoint.save_async import _Saver
-from weft.checkpoint.staging import Staged, Staging
 from weft.context import shutdown
 from weft.errors import CheckpointError, PeerError
 from weft.peers.agreement import exchange
@@ -90,17 +91,17 @@ def _restored(folder):
 @contextlib.contextmanager
 def _writing(before):
     """Call something in the thread before its file is written."""
-    real = Staged.write
+    real = staging.file_parts
 
-    def write(self, path):
+    def parts(*args):
         before()
-        return real(self, path)
+        yield from real(*args)
 
-    Staged.write = write
+    staging.file_parts = parts
     try:
         yield
     finally:
-        Staged.write = real
+        staging.file_parts = real
 
 
 @contextlib.contextmanager
@@ -193,13 +194,13 @@ def test_the_copy_has_the_bytes_of_every_kind_of_tensor(tmp_path, block_bytes, m
         "bool": torch.tensor([True, False]), "half": torch.arange(5, dtype=torch.bfloat16), "long": torch.arange(77),
         "strided": torch.arange(10)[::2], "parameter": nn.Parameter(torch.randn(3)),
     }  # fmt: skip
-    staging = Staging()
+    memory = staging.Staging()
     if block_bytes:  # as for pinned memory, in blocks
-        monkeypatch.setattr(staging, "_take", lambda total, device: None)
-        staging._blocks = [torch.empty(block_bytes, dtype=torch.uint8) for _ in range(20)]
-    staged = staging.copy(tensors, torch.device("cpu"))
+        monkeypatch.setattr(memory, "_take", lambda total, device: None)
+        memory._blocks = [torch.empty(block_bytes, dtype=torch.uint8) for _ in range(20)]
+    parts = memory.copy(tensors, torch.device("cpu"))
     with (tmp_path / "two").open("wb") as file:
-        staged.write(file)
+        write_parts(file, parts)
     from safetensors.torch import load_file
 
     found = load_file(tmp_path / "two")
@@ -377,17 +378,17 @@ def test_waiting_for_peers_can_be_stopped():
 
 _PROGRAM = """
 import errno, sys, time, torch, weft
-from weft.checkpoint.staging import Staged
+from weft.checkpoint import staging
 
-real, kind, folder = Staged.write, sys.argv[1], sys.argv[2]
+real, kind, folder = staging.file_parts, sys.argv[1], sys.argv[2]
 
-def write(self, path):
+def parts(*args):
     time.sleep(0.3)
     if kind == "fails":
         raise OSError(errno.ENOSPC, "No space left on device")
-    return real(self, path)
+    yield from real(*args)
 
-Staged.write = write
+staging.file_parts = parts
 state, ctx = weft.checkpointable({"model": torch.nn.Linear(2, 2)}, weft.local())
 weft.save_async(state, folder, 1, ctx)
 if kind == "raises":

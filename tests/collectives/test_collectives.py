@@ -344,6 +344,29 @@ def test_unequal_values_are_refused_before_they_are_sent(kind):
         assert "on rank 0 at " in found and "on rank 1 at " in found and "test_collectives.py" in found
 
 
+_OTHER_ARGUMENTS = {
+    "broadcast": lambda value, ctx: weft.broadcast(value, ctx, source=ctx.rank),
+    "scatter": lambda value, ctx: weft.collectives.scatter([value] * 2, ctx, source=ctx.rank),
+    "reduce": lambda value, ctx: weft.reduce(value, ctx, ("sum", "mean")[ctx.rank]),
+    "reduce with a gradient": lambda value, ctx: weft.reduce(value.requires_grad_(bool(ctx.rank)), ctx, grad=True),
+    "reduce_scatter": lambda value, ctx: weft.collectives.reduce_scatter(value, ctx, ("sum", "mean")[ctx.rank]),
+    "pad_across, dim": lambda value, ctx: weft.collectives.pad_across(value, ctx, dim=ctx.rank),
+    "pad_across, fill": lambda value, ctx: weft.collectives.pad_across(value, ctx, fill=ctx.rank),
+    "pad_across, side": lambda value, ctx: weft.collectives.pad_across(value, ctx, side=("start", "end")[ctx.rank]),
+}
+
+
+def _other_arguments(ctx, call):
+    with pytest.raises(weft.errors.ContextError, match="the ranks do not agree"):
+        _OTHER_ARGUMENTS[call](torch.ones(1 + ctx.rank if "pad" in call else 2, 3), ctx)
+    return weft.reduce(torch.ones(1), ctx).item()  # nothing is on its way
+
+
+@pytest.mark.parametrize("call", _OTHER_ARGUMENTS)
+def test_other_arguments_on_one_rank_are_refused(call):
+    assert run_ranks(_other_arguments, 2, call) == [2, 2]
+
+
 def _new_on_one_rank(ctx):
     weft.reduce(torch.tensor(0), ctx)
     weft.reduce(torch.tensor(1.5, dtype=torch.float64) if ctx.rank else torch.tensor(0), ctx)

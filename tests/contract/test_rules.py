@@ -111,7 +111,7 @@ def test_transforms_of_the_package_name_no_others_but_for_single_pairs():
 
 
 def _rules(name, phase=None, changes=Part.ALL, before=(), after=(), excludes=()):
-    return Rules(name, phase, changes, frozenset(before), frozenset(after), frozenset(excludes), collective=False)
+    return Rules(name, phase, changes, frozenset(before), frozenset(after), frozenset(excludes))
 
 
 def test_names_decide_before_phases_do():

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import weft
 from tests.fix_lines.told import told
+from weft.checkpoint import staging
 from weft.checkpoint.format import manifest as manifests
 from weft.checkpoint.format import safetensors_write
-from weft.checkpoint.staging import Staged
 from weft.checkpoint.storage.directory import Directory
 from weft.testing import run_ranks
 
@@ -199,9 +199,14 @@ def test_arguments(tmp_path):
 
 @contextlib.contextmanager
 def _slow_disk(seconds):
-    real = Staged.write
+    real = staging.file_parts
+
+    def parts(*args):
+        time.sleep(seconds)
+        yield from real(*args)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Staged, "write", lambda *args: time.sleep(seconds) or real(*args))
+        patch.setattr(staging, "file_parts", parts)
         yield
 
 
@@ -511,6 +516,7 @@ class Gathered(Box):
 def _differs(ctx, folder):
     with told("checkpoint/draft.py", "the state differs between the ranks") as it:
         weft.save(_state(ctx, box=Box(ctx.rank))[0], folder, 1, ctx)
+    assert "box/value on rank 1" in str(it.error)
     fix = weft.broadcast(it.fix, ctx)
     weft.save(_state(ctx, box=Gathered(ctx.rank, fix, ctx))[0], folder, 1, ctx)
 

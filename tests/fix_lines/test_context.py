@@ -436,6 +436,18 @@ def _settings_drift(ctx, lr):
         optimizer.zero_grad()
 
 
+def _gradients_drift(ctx, limit):
+    model, ctx = weft.replicate(nn.Linear(2, 2), ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        loss = model(torch.ones(1, 2)).sum() + ctx.rank
+        loss.backward()
+        if eval(limit, {"weft": weft, "loss": loss, "ctx": ctx}) > 0.5:
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _save(ctx, folder, on):
     model, ctx = weft.replicate(nn.Linear(2, 2), ctx)
     state, ctx = weft.checkpointable({"model": model}, ctx)
@@ -454,6 +466,10 @@ def test_ranks_that_disagree(tmp_path):
     it = printed("peers/ledger.py", "compare(f'{self._name}: {what}'", str(caught.value.errors[1]))
     assert it.fix.startswith("the same learning rate and model.train() on all ranks;")
     run_ranks(_settings_drift, 2, [0.2, 0.2])
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(_gradients_drift, 2, "ctx.rank")
+    it = printed("peers/ledger.py", "compare(f'{self._name}: {what}'", str(caught.value.errors[1]))
+    run_ranks(_gradients_drift, 2, it.fix.partition(" where a loss decides")[0])
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_save, 2, tmp_path, [0])
     it = printed("peers/straggler_watch.py", "did not call it", str(caught.value.errors[0]))

@@ -170,6 +170,38 @@ class Others(DataLoader):
         return itertools.islice(super().__iter__(), 0, None, 2)
 
 
+def _masked(samples, generator=None):
+    return torch.stack([torch.tensor(sample) * torch.rand((), generator=generator) for sample in samples])
+
+
+class _Masking:
+    generator = torch.Generator()
+
+    def __call__(self, samples):
+        return _masked(samples, self.generator)
+
+
+@pytest.mark.parametrize("collate", [_masked, _Masking()])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_collate_function_that_draws(collate, workers):
+    def loader_with(collate):
+        own = DataLoader(range(8), batch_size=4, collate_fn=collate, num_workers=workers)
+        return weft.shard_data(own, weft.local(), keyed=True, with_ids=True)[0]
+
+    if workers:
+        with pytest.raises(weft.errors.ContractError, match="collate_fn draws random numbers"):
+            next(iter(loader_with(collate)))
+        return
+    with told("data/split/map_samples.py", "collate_fn draws random numbers") as it:
+        next(iter(loader_with(collate)))
+    seen = []
+    for numbers, rows in loader_with(torch.tensor):
+        draws = eval(it.fix.partition("of the batch, ")[2], {"weft": weft, "rows": rows})
+        seen += (numbers * draws).tolist()
+    alone = weft.rng.keyed_uniform(torch.arange(8), seed=0, epoch=0)
+    assert seen == (torch.arange(8) * alone).tolist()
+
+
 def test_loader_classes():
     data, ctx = range(64), weft.local()
     with told("data/split/loader_checks.py", "a loader that is read by epochs") as it:

@@ -164,7 +164,7 @@ def _hooks(ctx):
 def _step_in_a_hook(ctx):
     model, optimizer, _ = under(weft.replicate, ctx)
     hook = model.head.bias.register_hook(lambda _: optimizer.step())
-    with told("engines/torch/steps/watch.py", "were updated inside a backward pass") as it:
+    with told("engines/torch/reducing/reducer.py", "were updated inside a backward pass") as it:
         model(x_of(ctx)).sum().backward()
     hook.remove()
     it.run(loss=model(x_of(ctx)).sum(), optimizer=optimizer)

@@ -145,16 +145,14 @@ def test_devices_of_launch(folder, monkeypatch):
 
 def test_packages_that_pickle(monkeypatch):
     lock = threading.Lock()
-    with told("testing/ranks.py", "cannot be sent to the ranks") as it:
+    with told("launching/mailbox.py", "{what} cannot be sent to another process', found=found, expected='values") as it:
         run_ranks(print, 2, lock)
-    assert it.fix == "build such arguments inside the function"
+    assert it.fix == "make files, locks and connections inside the function, and return plain values"
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with told("testing/ranks.py", "cannot be sent to the ranks") as it:
-        run_ranks(lambda ctx: ctx.rank, 2)
-    assert any(package.startswith("cloudpickle") for package in extra(it.fix))
-    with told("launching/mailbox.py", "cannot be sent to another process without cloudpickle") as it:
-        weft.launch_function(lambda: 1, 2)
-    assert any(package.startswith("cloudpickle") for package in extra(it.fix))
+    for call in (lambda: run_ranks(lambda ctx: ctx.rank, 2), lambda: weft.launch_function(lambda: 1, 2)):
+        with told("launching/mailbox.py", "cannot be sent to another process without cloudpickle") as it:
+            call()
+        assert any(package.startswith("cloudpickle") for package in extra(it.fix))
 
 
 def test_worlds_and_values_of_tests():

@@ -84,7 +84,7 @@ def test_what_is_no_module_or_dtype(tmp_path, monkeypatch):
     model = Net()
     it.run(model=model, ctx=ctx)
     assert _same(model, net)
-    with told("weights/sources.py", "dtype = {dtype!r}") as it:
+    with told("weights/sources.py", "'dtype', dtype") as it:
         weft.load_weights(model, "model.safetensors", ctx, dtype="int8")
     weft.load_weights(model, "model.safetensors", ctx, **_options(it))
     assert model.mid.weight.dtype == torch.bfloat16
@@ -312,7 +312,7 @@ def test_options_of_export(tmp_path):
     with told("weights/export.py", "num_bytes_of('export'") as it:
         weft.export(path, out, max_shard_size="5 gigabytes")
     follow(it)
-    with told("weights/export.py", "name = {name!r}") as it:
+    with told("weights/export.py", "'name', name") as it:
         weft.export(path, out, name="../x")
     follow(it)
     with told("weights/export.py", "rename = {rename!r") as it:

@@ -52,7 +52,7 @@ def single_strategies():
             weft.compile(_placed(ctx), ctx)
         assert it.fix == "leave weft.compile out"
         _trains(_placed(ctx), ctx)
-        with told("engines/xla/devices.py", "xla does not support this policy") as it:
+        with told("engines/xla/engine.py", "xla does not support this policy") as it:
             weft.with_precision(Net(), ctx, "fp16")
         found = it.run(model=Net(), ctx=ctx)
         weft.to_device(found["model"], ctx)
@@ -70,7 +70,7 @@ def single_strategies():
         with told("transforms/state_in_bf16.py", "check_ranks_send") as it:
             weft.state_in_bf16(torch.optim.AdamW(model.parameters()), later)
         assert it.fix == "leave state_in_bf16 out"
-        with told("engines/xla/devices.py", "an engine whose devices are addressed") as it:
+        with told("engines/xla/engine.py", "an engine whose devices are addressed") as it:
             weft.place(nn.Linear(4, 4), ctx, {"cpu": None})
     with eval(it.fix) as ctx:
         weft.place(nn.Linear(4, 4), ctx, {"cpu": None})
@@ -119,7 +119,7 @@ def single_modules():
 
 
 def single_start():
-    with told("engines/xla/devices.py", "cannot be chosen") as it:
+    with told("engines/xla/engine.py", "cannot be chosen") as it:
         weft.start(device="xla:1")
     with eval(it.fix) as ctx:
         _trains(_placed(ctx), ctx)
@@ -153,7 +153,7 @@ def hosts_start():
         print(it.fix)
     hosts = {"device_type": lambda: "TPU", "process_count": lambda: 2, "global_runtime_device_count": lambda: 4}
     with mock.patch.multiple(runtime, **hosts):
-        with told("engines/xla/devices.py", "an outermost axis") as it:
+        with told("engines/xla/engine.py", "an outermost axis") as it:
             weft.start(device="xla", mesh={"replica": 1, "shard": 4})
         with eval(it.fix) as ctx:
             assert ctx.world_size == 2 and ctx.engine.axes == (("data", 4),)

@@ -189,6 +189,8 @@ def test_a_loop_that_is_not_understood_stays_and_is_listed(text):
         ("with accelerator.no_sync(model): pass", "with weft.contract.no_sync(model, ctx): pass"),
         ("n = accelerator.gradient_accumulation_steps", "n = 4"),
         ("n = accelerator.state.num_processes", "n = ctx.world_size"),
+        ("accelerator.state.wait_for_everyone()", "weft.barrier(ctx)"),
+        ("accelerator.save(obj=x, f='f')", "if ctx.is_main:\n    torch.save(x, 'f')"),
         ("plain = accelerator.state.deepspeed_plugin is None", "plain = True"),
         ("p = accelerator.state.fsdp_plugin is not None and accelerator.state.fsdp_plugin.size", "p = False"),
     ],
@@ -203,6 +205,7 @@ def test_a_line(line, new):
     "line",
     [
         "x = accelerator.reduce(x, 'mean', scale=0.5)",
+        "accelerator.save(x, 'f', safe_serialization=True)",
         "accelerator.set_trigger()",
         "with accelerator.join_uneven_inputs([model]): pass",
         "accelerator.log({'a': 1})",
@@ -487,6 +490,18 @@ accelerator.init_trackers("run")
         "DataLoaderConfiguration: data_seed=1 is not taken over",
         "ProjectConfiguration: total_limit=3 is not taken over",
     ]
+
+
+def test_a_setting_of_ddp_that_is_no_literal_is_listed():
+    found = translate("""\
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+handler = DistributedDataParallelKwargs(find_unused_parameters=args.unused, broadcast_buffers=True)
+accelerator = Accelerator(kwargs_handlers=[handler])
+model = accelerator.prepare(model)
+""")
+    assert "model, ctx = weft.replicate(model, ctx)\n" in found.text
+    assert [each.hint for each in found.findings] == ["find_unused_parameters: not taken over"]
 
 
 def test_settings_that_differ_between_constructors_are_listed():

@@ -85,6 +85,7 @@ def test_a_line(line, new):
             "strategy='deepspeed_stage_2'",
             ["model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=2)"],
         ),
+        ("strategy='deepspeed'", ["model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=2)"]),
         (
             "accelerator='cpu', precision='16-mixed'",
             ['ctx = weft.start(device="cpu")', "optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)"],

@@ -1,5 +1,6 @@
 """The ledger of a run: what is recorded, how two runs are compared, and which replicas differ."""
 
+import copy
 import json
 import math
 import re
@@ -197,6 +198,23 @@ def test_numbers_that_are_not_finite_and_steps_that_are_left_out(tmp_path):
     assert steps[6]["rates"]["lr of group 0 of second"] == pytest.approx(0.2)
     assert steps[6]["rates"]["lr of group 0 of first"] == 0.1
     assert compare_ledgers(tmp_path, tmp_path).first is None
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, 8), (2, 64), (7, 64), (8, 128), (16, 128)])
+def test_each_unit_has_its_turn_whichever_steps_are_recorded(every, steps, tmp_path):
+    """A norm of each unit, and what rows do not show: elements that change places within one."""
+    plain = nn.ModuleList(nn.Linear(4, 1) for _ in range(16))
+    other = copy.deepcopy(plain)
+    for one in other:
+        one.weight.data = one.weight.data.roll(2, 1)
+    for model, folder in ((plain, "plain"), (other, "other")):
+        with weft.monitoring.ledger({"model": model}, tmp_path / folder, weft.local(), every=every) as record:
+            for step in range(every * steps):
+                record(step)
+    one, two = (read_ledger(tmp_path / folder).steps for folder in ("plain", "other"))
+    assert {int(at) for line in one.values() for at in line["norms"]} == set(range(16))
+    pairs = [zip(one[step]["sums"], two[step]["sums"], strict=True) for step in one]
+    assert len({at for each in pairs for at, (a, b) in enumerate(each) if a != b}) == min(steps, 16)
 
 
 def test_replicas_that_differ_are_reported_on_all_ranks(tmp_path):

@@ -19,7 +19,7 @@ def test_small_changes_come_first():
 
 def test_the_first_that_fits_is_named_and_those_that_fail_are_passed_over():
     def rehearse(change):
-        shards = dict(change.mesh or ()).get("shard", 8)
+        shards = (change.mesh or {}).get("shard", 8)
         if shards == 16:
             raise ValueError("heads cannot be divided")
         memory = Memory(parameters=1024 // shards, activations=32 if change.recomputes else 64)
@@ -29,5 +29,5 @@ def test_the_first_that_fits_is_named_and_those_that_fail_are_passed_over():
 
     mesh = {"replica": 8, "shard": 8}
     change, found = first_that_fits(96, mesh, rehearse)
-    assert (change.mesh, found.peak.parameters) == ((("replica", 2), ("shard", 32)), 32)
+    assert (change.mesh, found.peak.parameters) == ({"replica": 2, "shard": 32}, 32)
     assert first_that_fits(32, mesh, rehearse) is None

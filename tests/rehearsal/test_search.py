@@ -22,7 +22,7 @@ def test_every_division_of_the_ranks_and_every_value_is_a_choice():
 
 def test_a_mesh_that_the_script_does_not_take_is_that_of_the_context():
     found = candidates(["--depth", "2"], 8, ["replica", "shard"], {})
-    assert [each.mesh for each in found] == [(("replica", n), ("shard", 8 // n)) for n in (8, 4, 2, 1)]
+    assert [each.mesh for each in found] == [{"replica": n, "shard": 8 // n} for n in (8, 4, 2, 1)]
     assert len(candidates([], 64, ["a", "b", "c"], {})) == 28
 
 

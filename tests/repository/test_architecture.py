@@ -362,7 +362,11 @@ ENVIRONMENT = {
     "weft/testing/ranks.py",  # hands it to the ranks ...
     "weft/testing/rank_worker.py",  # ... which put it back before each job
 }
-GROUPS = {"weft/context/start.py", "weft/testing/rank_worker.py"}  # the second makes the worlds of tests
+GROUPS = {
+    "weft/context/start.py",
+    "weft/testing/rank_worker.py",  # worlds of tests
+    "weft/rehearsal/simulation/pretended_world.py",  # one without other processes
+}
 PICKLES = {
     "weft/testing/laws.py", "weft/testing/ranks.py", "weft/testing/rank_worker.py",
     "weft/launching/launch_function.py", "weft/launching/callee.py",  # a function to its ranks, its results back

@@ -518,7 +518,7 @@ def test_every_error_of_the_package_has_the_three_lines():
         "manifest.py",
         "safetensors_read.py",
         "sources.py",
-        "devices.py",
+        "engine.py",
         "random_states.py",
         "rng_state.py",
         "sampler_state.py",

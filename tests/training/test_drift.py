@@ -462,6 +462,57 @@ def test_other_settings_in_the_last_step_are_named_when_the_context_is_closed():
         run_ranks(_in_the_last_step, 2)
 
 
+# -- weights -----------------------------------------------------------------------------------------
+
+
+def _skipped(model, optimizer):
+    optimizer.param_groups[0]["params"][0].grad = None
+
+
+ON_ONE_RANK = {
+    "clipped": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "cleared": lambda _, optimizer: optimizer.zero_grad(),
+    "without one gradient": _skipped,
+    "scaled": lambda model, _: next(model.parameters()).grad.mul_(2.0),
+    "weights written": lambda model, _: next(model.parameters()).data.add_(1.0),
+    "state written": lambda _, optimizer: next(iter(optimizer.state.values()))["exp_avg"].mul_(2.0),
+}
+
+
+def _changed_on_one_rank(ctx, strategy, what, when):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    if strategy == "hybrid":
+        model, ctx = weft.fully_shard(model, ctx, axis=("replica", "shard"))
+    else:
+        if strategy == "tensor":
+            model, ctx = weft.tensor_parallel(model, ctx, plan={"0": "column", "2": "row"})
+        model, ctx = weft.replicate(model, ctx, flat=strategy == "flat")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(when + 20):
+        model(batch(step, 0, ctx.data_rank)).square().sum().backward()
+        if ctx.coordinates.get("replica", ctx.rank) == 1 and step == when:
+            ON_ONE_RANK[what](model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what", "when"),
+    [*(("replicate", what, 2) for what in ON_ONE_RANK), ("flat", "cleared", 1), ("replicate", "cleared", 100)],
+)
+def test_weights_that_drift_apart_on_one_rank_are_seen(strategy, what, when):
+    with pytest.raises(RanksFailed, match="replicate: weights before step .* of AdamW: the ranks do not agree"):
+        run_ranks(_changed_on_one_rank, 2, strategy, what, when)
+
+
+@pytest.mark.parametrize(("strategy", "name", "axis"), [
+    ("hybrid", "fully_shard", "shard"), ("tensor", "replicate", "tensor"),
+])  # fmt: skip
+def test_weights_that_drift_apart_between_replicas_are_seen(strategy, name, axis):
+    with pytest.raises(RanksFailed, match=f"{name}: weights before step 3 of AdamW: the ranks do not agree"):
+        run_ranks(_changed_on_one_rank, 4, strategy, "scaled", 1, mesh={"replica": 2, axis: 2})
+
+
 def _plateau(ctx):
     model, optimizer, ctx = prepare("replicate", ctx)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)

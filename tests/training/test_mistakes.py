@@ -124,6 +124,17 @@ def weights_changed_on_one_rank(ctx):
     _train(model, optimizer, loader)
 
 
+def spikes_dropped_on_one_rank(ctx):
+    model, optimizer, loader, ctx = _begin(ctx)
+    for x, y in loader:
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        if loss.item() > ctx.rank:  # a limit that is reached on some ranks only
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def whole_weights_into_shards(ctx):
     model, ctx = weft.fully_shard(_net(), ctx)
     model.load_state_dict(_net().state_dict())
@@ -726,6 +737,7 @@ CASES = [
     (part_without_strategy, (0,), UserWarning, "shard_data: ranks train apart"),
     (part_without_strategy, (1,), UserWarning, "shard_data: ranks train apart"),
     (weights_changed_on_one_rank, (), weft.errors.NotSynchronized, "replicate: weights of Sequential differ"),
+    (spikes_dropped_on_one_rank, (), weft.errors.ContextError, "replicate: weights before step"),
     (whole_weights_into_shards, (), weft.errors.ContractError, "fully_shard: load_state_dict was given whole tensors"),
     (converted, (nn.Module.double,), weft.errors.ContractError, "replicate: Sequential was moved or converted after"),
     (converted, (_there_and_back,), weft.errors.ContractError, "replicate: Sequential was moved or converted after"),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from weft.checkpoint.format.manifest import (
     parse_manifest,
     step_of,
 )
+from weft.checkpoint.format.safetensors_write import write_parts
 from weft.checkpoint.format.tensor_blocks import ranks_with_same_blocks, share_out_writes
 from weft.checkpoint.history import History, history_of
 from weft.checkpoint.state.collect import Checkpoint, Content, collect, plain_name
@@ -44,9 +45,7 @@ from weft.contract import trained_alone
 from weft.errors import CheckpointError, listed
 from weft.tensors.blocks import Block, Held
 
-Write: TypeAlias = Callable[[IO[bytes]], FileEntry]  # writes the file of this rank
-
-
+_NAMED = 64  # plain values of one object that are compared each by itself; more of them together
 # -- what a rank brings ------------------------------------------------------------------------------
 
 
@@ -146,8 +145,12 @@ def _blocks_to_write(content: Content, ranks: Mapping[str, Sequence[int]], ctx: 
 
 
 def _digests(brought: Outline) -> dict[str, str]:
-    """The plain values of each object, and what tensors it has, as hashes to be compared."""
-    texts = {key: [json.dumps(value)] for key, value in brought.values.items()}  # a NaN equals itself there
+    """The plain values of each object, by their names, and what tensors it has, as hashes to be compared."""
+    texts: dict[str, list[str]] = {key: [] for key in brought.values}
+    for key, value in brought.values.items():
+        named = isinstance(value, dict) and len(value) <= _NAMED
+        for name, one in value.items() if named else [("", value)]:
+            texts[f"{key}/{name}" if name else key] = [json.dumps(one)]  # a NaN equals itself there
     for name, entry in brought.tensors.items():
         texts[name.partition("/")[0]].append(f"{name} {entry.dtype} {entry.shape} {name in brought.sharded};")
     for name, origin in brought.same_as.items():
@@ -282,9 +285,9 @@ class Keep(NamedTuple):
 
 
 def complete(
-    saving: Saving, brought: Outline, write: Write, ctx: DistContext, *, keep: Keep, score: float | None = None
+    saving: Saving, brought: Outline, parts: Iterable[Any], ctx: DistContext, *, keep: Keep, score: float | None = None
 ) -> None:
-    """Write this rank's file and, when all ranks have, commit; then remove what is too old.
+    """Write this rank's file, part by part, and commit when all ranks have; then remove what is too old.
 
     Raises:
         CheckpointError: The state differs between the ranks, or from what has been saved as this step.
@@ -296,7 +299,7 @@ def complete(
 
     def written() -> dict[str, Any]:
         with storage.new_file(draft, name) as file:
-            entry = write(file)
+            entry = write_parts(file, parts)
         if not _holds(storage, draft, name, entry):
             raise changed_bytes(saving.path / name)
         return {
@@ -309,11 +312,11 @@ def complete(
         }
 
     def committed() -> list[str]:
-        _check_alike(parts)
-        doubtful = differing_groups([part["replicas"] for part in parts])
+        _check_alike(of_ranks)
+        doubtful = differing_groups([one["replicas"] for one in of_ranks])
         if doubtful:
             return doubtful
-        manifest = _manifest(step_of(saving.name), saving.history.run, score, brought, parts)
+        manifest = _manifest(step_of(saving.name), saving.history.run, score, brought, of_ranks)
         if saving.existing is not None and _are_equal(manifest, saving.existing):  # a save that is tried again
             storage.abandon(draft)
         elif saving.existing is not None and not saving.is_abandoned:
@@ -326,7 +329,7 @@ def complete(
         return []
 
     saving.history.note_attempt(saving.name)
-    parts = gathered_on_main(what, ctx, written)
+    of_ranks = gathered_on_main(what, ctx, written)
     doubtful = from_main(what, ctx, committed)
     if not doubtful:
         saving.history.note_saved(saving.name)
@@ -375,7 +378,7 @@ def _after_commit(saving: Saving, keep: Keep) -> None:
 
 
 def _discard(storage: Storage, history: History, name: str) -> None:
-    storage.set_aside(name, "discarded")
+    storage.set_aside(name)
     history.abandoned.discard(name)
 
 
@@ -409,7 +412,8 @@ def _check_alike(parts: Sequence[Mapping[str, Any]]) -> None:
             "save: the state differs between the ranks",
             found=listed(different),
             expected="the same plain values, and the same tensors, sharded the same way, on all ranks",
-            fix="value = weft.collectives.gather_objects(value, ctx)  # in state_dict(): a list, the same on all ranks",
+            fix="value = weft.collectives.gather_objects(value, ctx)  # in state_dict(), of each rank's own: a list. "
+            "What should be the same on all ranks follows from weft.gather, weft.reduce or weft.broadcast",
         )
 
 

@@ -127,7 +127,7 @@ class History:
         """
         if not self._has_come:
             for name in self._of_other_runs(storage, there):
-                storage.set_aside(name, "discarded")
+                storage.set_aside(name)
                 self.forget(name)
         return storage.names()
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from weft.checkpoint.draft import Keep, complete, outline, start_saving
 from weft.checkpoint.format.manifest import MAX_STEP
-from weft.checkpoint.format.safetensors_write import write_tensors
+from weft.checkpoint.format.safetensors_write import tensor_parts
 from weft.checkpoint.state.collect import Checkpoint, check_state, with_user_hooks
 from weft.checkpoint.storage.find import path_or_url, step_folder
 from weft.checks import as_number, check_count
@@ -93,7 +92,7 @@ def save(
         saving = start_saving("save", where, step, brought, ctx, fresh=fresh)
         if saving is not None:
             with saving.ending:
-                complete(saving, brought, partial(write_tensors, mine), ctx, keep=kept, score=score)
+                complete(saving, brought, tensor_parts(mine), ctx, keep=kept, score=score)
     return step_folder(where, step)
 
 

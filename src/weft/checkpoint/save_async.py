@@ -14,16 +14,17 @@ import math
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from weft.checkpoint.draft import Outline, Saving, complete, outline, start_saving
 from weft.checkpoint.save import check_ready_to_save, note_rehearsed_save
-from weft.checkpoint.staging import Staged, Staging
+from weft.checkpoint.staging import Staging
 from weft.checkpoint.state.collect import Checkpoint, with_user_hooks
 from weft.checkpoint.storage.find import step_folder
 from weft.collectives.on_all_ranks import num_threads, on_all
@@ -103,7 +104,7 @@ def save_async(
     saving = start_saving(_WHAT, where, step, brought, ctx, fresh=fresh)
     if saving is None:
         return _nothing_to_do(step_folder(where, step))
-    second_half = partial(complete, saving, brought, staged.write, beside, keep=kept, score=score)
+    second_half = partial(complete, saving, brought, staged, beside, keep=kept, score=score)
     return saver.start(saving, second_half, beside.world)
 
 
@@ -174,7 +175,7 @@ class _Saver:
         self._running: list[RunningSave] = []
         weakref.finalize(self, _report, self._running)
 
-    def staged(self, state: Checkpoint, ctx: DistContext) -> tuple[Outline, Staged]:
+    def staged(self, state: Checkpoint, ctx: DistContext) -> tuple[Outline, Iterator[Any]]:
         """Read the state and copy what this rank writes."""
         brought, mine = outline(state, ctx)
         return brought, self._staging.copy(mine, value_device(ctx), num_threads=num_threads(ctx))

@@ -8,36 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO
+from typing import Any
 
 import numpy as np
 import torch
 
-from weft.checkpoint.format.manifest import FileEntry
-from weft.checkpoint.format.safetensors_write import file_header, write_parts
+from weft.checkpoint.format.safetensors_write import file_header
 
 _BLOCK_BYTES = 64 * 2**20  # torch rounds pinned memory up to a power of two; blocks of one waste nothing
 _PART_BYTES = 4 * 2**20
 _PIECE_BYTES = 16 * 2**20
-
-
-class Staged:
-    """Copies of tensors, as the parts of a file."""
-
-    def __init__(self, head: bytes, blocks: Sequence[torch.Tensor]) -> None:
-        self._head = head
-        self._blocks = blocks
-
-    def write(self, file: IO[bytes]) -> FileEntry:
-        """Write them."""
-        return write_parts(file, self._parts())
-
-    def _parts(self) -> Iterator[bytes | memoryview]:
-        yield self._head
-        for block in self._blocks:
-            data = block.numpy().data
-            for start in range(0, len(data), _PART_BYTES):
-                yield data[start : start + _PART_BYTES]
 
 
 class Staging:
@@ -47,13 +27,16 @@ class Staging:
         self._blocks: list[torch.Tensor] = []
         self._pinned = False
 
-    def copy(self, tensors: Mapping[str, torch.Tensor], device: torch.device, *, num_threads: int = 1) -> Staged:
+    def copy(self, tensors: Mapping[str, torch.Tensor], device: torch.device, *, num_threads: int = 1) -> Iterator[Any]:
         """Copy tensors; when it returns they may change. What was copied before is overwritten.
 
         Args:
             tensors: By name, on any device.
             device: Whose memory is copied to pinned memory, if it is not the CPU.
             num_threads: That copy, if it is the CPU: fresh memory takes one core three times as long as a copy.
+
+        Returns:
+            A safetensors file of the copies, part by part, for `write_parts`.
         """
         head, order = file_header(tensors)
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -68,7 +51,7 @@ class Staging:
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
         starts = range(0, total, self._blocks[0].numel())
-        return Staged(head, [block[: total - start] for start, block in zip(starts, self._blocks, strict=False)])
+        return file_parts(head, [block[: total - start] for start, block in zip(starts, self._blocks, strict=False)])
 
     def _take(self, total: int, device: torch.device) -> None:
         """Have memory of at least so many bytes, and not much more."""
@@ -86,6 +69,15 @@ class Staging:
             count = min(data.numel(), size - start)
             _copy(data[:count], block[start : start + count])
             place, data = place + count, data[count:]
+
+
+def file_parts(head: bytes, blocks: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """The parts of a file: its head, and the bytes in blocks of memory."""
+    yield head
+    for block in blocks:
+        data = block.numpy().data
+        for start in range(0, len(data), _PART_BYTES):
+            yield data[start : start + _PART_BYTES]
 
 
 def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:

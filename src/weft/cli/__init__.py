@@ -21,18 +21,26 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from types import MappingProxyType
 
 from weft.cli import config, doctor, estimate, explain, export, launch, ledger, migrate, rehearse, report
 from weft.errors import ContextError, MissingExtra
 
 __all__ = ["main", "parser"]
 
+_COMMANDS = MappingProxyType(
+    {
+        module.__name__.rpartition(".")[2]: module
+        for module in (launch, config, explain, doctor, estimate, rehearse, export, report, ledger, migrate)
+    }
+)
+
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     top = argparse.ArgumentParser(prog="weft", description="Distributed PyTorch training by composing functions.")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
-    for module in (launch, config, explain, doctor, estimate, rehearse, export, report, ledger, migrate):
+    for module in _COMMANDS.values():
         module.add_parser(commands)
     return top
 
@@ -48,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = parser().parse_args(arguments)
     try:
-        code: int = options.run(options)
+        code: int = _COMMANDS[options.command].run(options)
     except (ContextError, MissingExtra) as error:
         print(f"weft {error}", file=sys.stderr)  # noqa: T201
         return 2

@@ -40,7 +40,6 @@ def add_parser(commands: Any) -> None:
     sub.add_argument("--out", type=Path, default=Path("run.toml"), metavar="FILE", help="default: run.toml")
     sub.add_argument("--force", action="store_true", help="replace a file that is there")
     sub.add_argument("words", nargs="*", metavar="table.key=value", help="for example launch.nproc=2 start.seed=1")
-    sub.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -174,17 +173,14 @@ def _given(words: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def _value(table: str, key: str, text: str) -> Any:
     """A value from its text: as the environment has it, or as JSON where that fits, or the text itself."""
-    if table == "start":
-        try:
-            value = SETTINGS[key].parse(text)
-        except ValueError:
-            return text  # is refused with what is expected
-        return list(value) if isinstance(value, tuple) else value
+    parse: Callable[[str], Any] = SETTINGS[key].parse if table == "start" else json.loads
     try:
-        value = json.loads(text)
+        value = parse(text)
     except ValueError:
+        return text  # is refused with what is expected
+    if table == "launch" and not LAUNCH[key].fits(value):
         return text
-    return value if LAUNCH[key].fits(value) else text
+    return list(value) if isinstance(value, tuple) else value
 
 
 def answered(data: Mapping[str, Mapping[str, Any]], ask: Callable[[str], str]) -> dict[str, dict[str, Any]]:

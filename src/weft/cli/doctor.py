@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft import torch_internals
-from weft.cli.rank_checks import STARTED
+from weft.cli.rank_checks import CHECKS, STARTED
 from weft.context.settings import resolve
 from weft.environments import cores_here, topology
 from weft.errors import ContextError, listed
@@ -32,14 +32,6 @@ from weft.version import TESTED_TORCH, __version__, newer_torch, numbers_of
 
 _LIMIT_S = 22.0
 _MODULE = "weft.cli.rank_checks"
-_NEXT = MappingProxyType(
-    {  # by check, as rank_checks.py does them
-        "all-reduce": "weft doctor -n 1 leaves the network out; GLOO_SOCKET_IFNAME=lo chooses the interface",
-        "clocks": "let the nodes take their time from one server (NTP)",
-        "fully_shard step": "report it with the output of weft doctor",
-        "checkpoint": "weft doctor --folder DIRECTORY, on a file system that all ranks share",
-    }
-)
 _EXTRAS = MappingProxyType(
     {
         "checkpoint": ("xxhash",),
@@ -92,7 +84,6 @@ def add_parser(commands: Any) -> None:
     sub.add_argument(
         "--limit-s", type=float, default=_LIMIT_S, help="seconds for ranks to start, and again for their work"
     )
-    sub.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -307,7 +298,7 @@ def _ranks(nproc: int, folder: Path | None, limit_s: float) -> Iterator[Verdict]
         found_out = f"{missing} of {nproc} ranks had not started within {limit_s:.0f} s; {load}"
         yield Verdict("ranks", "FAIL", found_out, step)
         return
-    for name, step in _NEXT.items():
+    for name, (_, step) in CHECKS.items():
         if name in done:
             yield Verdict(name, "ok", done[name])
         else:

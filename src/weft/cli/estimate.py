@@ -36,7 +36,6 @@ def add_parser(commands: Any) -> None:
     sub.add_argument("--dtype", choices=TRAINABLE, default="fp32", help="of the table by ranks (default fp32)")
     sub.add_argument("--ranks", default="1,8,64,1024", metavar="N,N", help="(default 1,8,64,1024)")
     sub.add_argument("--json", action="store_true", help="print the numbers, in bytes, as JSON")
-    sub.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -86,17 +85,15 @@ def _of_class(place: str) -> nn.Module:
     module_name, _, call = place.partition(":")
     try:
         parsed = ast.parse(call, mode="eval").body
-        function, args, keywords = (
-            (parsed.func, parsed.args, parsed.keywords) if isinstance(parsed, ast.Call) else (parsed, [], [])
-        )
-        positional = [ast.literal_eval(each) for each in args]
-        named = {str(each.arg): ast.literal_eval(each.value) for each in keywords}
+        made = parsed if isinstance(parsed, ast.Call) else ast.Call(parsed, [], [])
+        positional = [ast.literal_eval(each) for each in made.args]
+        named = {str(each.arg): ast.literal_eval(each.value) for each in made.keywords}
     except (SyntaxError, ValueError) as error:
         raise _no_model(place, f"{error}" if call else "no such file, and no colon") from error
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     try:
         built: Any = importlib.import_module(module_name)
-        for name in ast.unparse(function).split("."):
+        for name in ast.unparse(made.func).split("."):
             built = getattr(built, name)
         with torch.device("meta"):
             model = built(*positional, **named)

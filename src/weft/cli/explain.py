@@ -21,7 +21,6 @@ def add_parser(commands: Any) -> None:
         "argument, environment, file, default. Nothing is started.",
     )
     sub.add_argument("--config", metavar="FILE", help=f"a TOML file; default: the one {CONFIG_VARIABLE} names")
-    sub.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 from weft.errors import CheckpointError
 from weft.weights import export
 
+_OPTIONS = ("object", "max_shard_size", "dtype", "filter", "name", "peft", "averages")  # of `export`, too
+
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand."""
@@ -22,7 +24,8 @@ def add_parser(commands: Any) -> None:
     sub.add_argument("path", help="folder of a checkpoint, or a directory of them: the newest complete one")
     sub.add_argument("out", help="folder to write; an earlier export in it is replaced")
     sub.add_argument("--object", default="model", metavar="NAME", help='which module (default "model")')
-    sub.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help='most bytes per file (default "5GB")')
+    most = 'most bytes per file (default "5GB")'
+    sub.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help=most)
     sub.add_argument("--dtype", default=None, help='of floating-point tensors, such as "bf16"; default: as they are')
     sub.add_argument(
         "--filter", action="append", default=None, metavar="PATTERN", help='names to export, such as "**.lora_*.**"'
@@ -37,25 +40,17 @@ def add_parser(commands: Any) -> None:
         default=None,
         help="the averages that weft.average_weights keeps, instead of the weights",
     )
-    sub.set_defaults(run=run)
+
+
+def _size(text: str) -> int | str:
+    """A number of bytes, or a text such as "5GB"."""
+    return int(text) if text.isdecimal() else text
 
 
 def run(options: argparse.Namespace) -> int:
     """Export; returns 0, 1 if there is nothing to export or no place for it, 2 for a wrong option."""
     try:
-        files = export(
-            options.path,
-            options.out,
-            object=options.object,
-            max_shard_size=int(options.max_shard_size)
-            if options.max_shard_size.isdecimal()
-            else options.max_shard_size,
-            dtype=options.dtype,
-            filter=options.filter,
-            name=options.name,
-            peft=options.peft,
-            averages=options.averages,
-        )
+        files = export(options.path, options.out, **{name: getattr(options, name) for name in _OPTIONS})
     except (CheckpointError, OSError, ValueError) as error:
         print(f"weft {error}" if isinstance(error, CheckpointError) else f"weft export: {error}", file=sys.stderr)  # noqa: T201
         return 2 if isinstance(error, ValueError) else 1

@@ -88,7 +88,6 @@ def add_parser(commands: Any) -> None:
         metavar="script ...",
         help="file, or module with -m; then its arguments, passed on untouched",
     )
-    sub.set_defaults(run=run)
     # Both spellings, as elsewhere; only one is shown.
     actions = sub._option_string_actions
     actions.update({"--" + name[2:].replace("-", "_"): action for name, action in actions.items() if name[:2] == "--"})
@@ -209,19 +208,16 @@ def _launch(plan: LaunchPlan, words: list[str], variables: Mapping[str, str], ki
             if sys.platform.startswith("linux"):
                 words = [sys.executable, "-I", "-c", _becoming(), str(os.getpid()), *words]
             return supervise(plan, words[0], *words[1:], folder=folder)
+
+        def arguments(own: Mapping[str, str]) -> tuple[Any, ...]:
+            return words[0], kind == "module", words[1:], name, cores, {**variables, **own}
+
         if plan.min_replicas is not None:
             in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else name  # noqa: S108
             with tempfile.TemporaryDirectory(prefix="weft-", dir=in_memory) as memory:
-                here = LocalNode(
-                    plan,
-                    run_target,
-                    lambda own: (words[0], kind == "module", words[1:], name, cores, {**variables, **own}),
-                    folder,
-                    Path(memory),
-                )
+                here = LocalNode(plan, run_target, arguments, folder, Path(memory))
                 return supervise_replicas(plan, here, variables[SECRET_VARIABLE])
-        arguments = (words[0], kind == "module", words[1:], name, cores, variables)
-        return supervise(plan, run_target, *arguments, folder=folder)
+        return supervise(plan, run_target, *arguments({}), folder=folder)
 
 
 def _becoming() -> str:

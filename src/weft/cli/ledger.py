@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
     text = "name the first step that differs between two runs, and what is different in it"
     compare = what.add_parser("compare", help=text, description=f"{text}. {told}", parents=[both])
     compare.add_argument("two", metavar="folder", help="of the other one")
-    compare.set_defaults(run=run, act=_compare)
+    compare.set_defaults(act=_compare)
     text = "run a script for some recorded steps, from where its own arguments let it begin or resume, and compare"
     also = "Its ledger goes to a temporary folder; what else it writes is written."
     check = what.add_parser("check", help=text, description=f"{text}. {also} {told}", parents=[both])
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
     check.add_argument("--steps", type=int, default=1, metavar="N", help="recorded steps to run (default 1)")
     check.add_argument("script", help="and its arguments")
     check.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
-    check.set_defaults(run=run, act=_check)
+    check.set_defaults(act=_check)
 
 
 def run(options: argparse.Namespace) -> int:

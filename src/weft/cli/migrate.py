@@ -27,7 +27,6 @@ def add_parser(commands: Any) -> None:
     sub.add_argument("script", help="a Python file that uses Accelerate or Lightning Fabric")
     sub.add_argument("--config", metavar="FILE", help="the configuration file of Accelerate that the script runs with")
     sub.add_argument("--write", action="store_true", help="change the file")
-    sub.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

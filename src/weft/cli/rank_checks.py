@@ -79,14 +79,17 @@ def _checkpoint(ctx: weft.DistContext, folder: Path) -> str:
     return "saved, verified and restored"
 
 
-CHECKS: Mapping[str, Callable[[weft.DistContext, Path], str]] = MappingProxyType(
+# By name what is done, and what to do next if it fails.
+CHECKS: Mapping[str, tuple[Callable[[weft.DistContext, Path], str], str]] = MappingProxyType(
     {
-        "all-reduce": _all_reduce,
-        "clocks": _clocks,
-        "fully_shard step": _fully_shard_step,
-        "checkpoint": _checkpoint,
+        "all-reduce": (
+            _all_reduce, "weft doctor -n 1 leaves the network out; GLOO_SOCKET_IFNAME=lo chooses the interface"
+        ),
+        "clocks": (_clocks, "let the nodes take their time from one server (NTP)"),
+        "fully_shard step": (_fully_shard_step, "report it with the output of weft doctor"),
+        "checkpoint": (_checkpoint, "weft doctor --folder DIRECTORY, on a file system that all ranks share"),
     }
-)
+)  # fmt: skip
 
 
 def main(folder: Path) -> None:
@@ -94,7 +97,7 @@ def main(folder: Path) -> None:
     (folder / f"{STARTED}{os.getpid()}").touch()
     results: dict[str, str] = {}
     with weft.start(timeout_s=15) as ctx:
-        for name, check in CHECKS.items():
+        for name, (check, _) in CHECKS.items():
             with weft.collectives.all_or_none(ctx):
                 results[name] = check(ctx, folder)
             if ctx.is_main:

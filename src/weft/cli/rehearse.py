@@ -66,7 +66,6 @@ def add_parser(commands: Any) -> None:
     )
     sub.add_argument("script", help="and its arguments")
     sub.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
-    sub.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -102,7 +101,7 @@ def _told_now_and_then(options: argparse.Namespace) -> Iterator[None]:
 def _rehearse(options: argparse.Namespace, limit: float) -> int:
     """One mesh, and over the limit what would fit."""
     mesh = None if options.mesh is None else parse_mesh(options.mesh)
-    every = _ranks(options, Candidate(tuple(options.arguments), None if mesh is None else tuple(mesh.items()), ""))
+    every = _ranks(options, Candidate(tuple(options.arguments), mesh, ""))
     print("\n\n".join(map(str, every)))  # noqa: T201
     found = _largest(every)
     if options.json is not None:
@@ -112,7 +111,7 @@ def _rehearse(options: argparse.Namespace, limit: float) -> int:
 
     def changed(change: Change) -> Rehearsal:
         with recomputing_strategies(change):
-            meant = Candidate(tuple(options.arguments), change.mesh or found.mesh, f"with {change}")
+            meant = Candidate(tuple(options.arguments), change.mesh or dict(found.mesh), f"with {change}")
             return _one(options, meant, found.rank)
 
     fits = first_that_fits(limit, dict(found.mesh) if mesh else None, changed)
@@ -125,7 +124,7 @@ def _search(options: argparse.Namespace, limit: float) -> int:
     axes = [] if options.search is None else [name.strip() for name in options.search.split(",")]
     varied = {name: values.split(",") for name, _, values in (each.partition("=") for each in options.vary)}
     every = candidates(options.arguments, options.ranks, axes, varied)
-    given = None if options.mesh is None else tuple(parse_mesh(options.mesh).items())
+    given = None if options.mesh is None else parse_mesh(options.mesh)
     trials = []
     for number, choice in enumerate(every, 1):
         print(f"weft rehearse: {number} of {len(every)}, {choice.label}", file=sys.stderr)  # noqa: T201
@@ -158,7 +157,7 @@ def _one(options: argparse.Namespace, choice: Candidate, rank: int, mail: Mail |
         options.script,
         choice.arguments,
         ranks=options.ranks,
-        mesh=None if choice.mesh is None else dict(choice.mesh),
+        mesh=choice.mesh,
         rank=rank,
         steps=options.steps,
         links=Links(per_node=options.per_node),

@@ -25,7 +25,6 @@ def add_parser(commands: Any) -> None:
     sub.add_argument(
         "--out", metavar="FILE", help="what to write; default: report.html in the folder, of several runs here"
     )
-    sub.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -30,7 +30,8 @@ _NOTHING = Packed(torch.empty(0, dtype=torch.uint8), b"")
 def broadcast(value: T, ctx: DistContext, *, source: int = 0) -> T:
     """Give every rank the value of one rank; the others need not know its structure.
 
-    Changes: nothing. Collectives: two broadcasts, of the description and of the bytes.
+    Changes: nothing. Collectives: two broadcasts, of the description and of the bytes. A `source` that comes for the
+    first time is compared, in a meeting through the store.
 
     Args:
         value: On `source`: tensors, numpy arrays, numbers, strings, bytes, None, dates, paths, enums, and dicts,
@@ -45,6 +46,7 @@ def broadcast(value: T, ctx: DistContext, *, source: int = 0) -> T:
     Raises:
         TypeError: On all ranks, if the value holds something else.
         ValueError: No such rank.
+        ContextError: A `source` that is new on all ranks differs between them.
         PeerError: A peer failed or died.
 
     Example:
@@ -138,7 +140,8 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, *, source: int = 0) ->
 
     Of rows of a tensor: `scatter(rows.tensor_split(ctx.world_size), ctx)`.
 
-    Changes: nothing. Collectives: a broadcast of sizes, and a scatter of the bytes.
+    Changes: nothing. Collectives: a broadcast of sizes, and a scatter of the bytes; `source` is compared as in
+    `broadcast`.
 
     Args:
         values: On `source`: one value per rank, each as for `broadcast`; they may differ in structure and size.
@@ -152,6 +155,7 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, *, source: int = 0) ->
     Raises:
         TypeError: On `source`, if a value cannot be sent.
         ValueError: No such rank; on `source`, if there is not one value per rank.
+        ContextError: As for `broadcast`.
         PeerError: `source` could not send, or a peer failed or died.
 
     Example:

@@ -28,7 +28,9 @@ T = TypeVar("T")
 
 _SLICE = timedelta(seconds=0.5)
 _ANY_ROWS = ("gather", "all_to_all")  # the number of rows may differ between ranks: that is what they are for
-_MOST_SHAPES = 32  # that are compared: of values whose shapes change in each step, the first ones
+# Of other arguments these would return garbage, or nothing; all the others compare theirs as they go.
+_COMPARED = ("broadcast", "reduce", "scatter")
+_MOST_COMPARED = 32  # of values whose shapes change in each step, the first ones
 _ALIGNED = 16  # bytes
 HEADER_WORDS = 64  # of int64 in a first message: one size fits nearly all calls
 
@@ -116,23 +118,24 @@ def rebuilt(value: T, tensors: Iterable[torch.Tensor]) -> T:
 
 
 def enter_collective(what: str, ctx: DistContext, value: object, facts: dict[str, object]) -> World:
-    """Check that a collective may run here; of new shapes, or with `debug`, that all ranks mean the same one."""
+    """Check that a collective may run here; of new arguments, or with `debug`, that all ranks mean the same one."""
     world = ctx.require_collective(what)
     check_failed(world)
     if world.store is not None and world.size > 1:
-        # Of other shapes or dtypes it would return garbage, or nothing; all the others compare them as they go.
-        compared = what == "reduce" and len(world.reduced) < _MOST_SHAPES
-        shapes = tuple((*path, leaf.shape, leaf.dtype) for path, leaf in leaves(value)) if compared else ()
-        if ctx.debug or (compared and shapes not in world.reduced):
-            described = {"value": _describe(what, value)} if value is not None else {}
+        compared = what in _COMPARED and len(world.compared) < _MOST_COMPARED
+        shaped = leaves(value) if compared and value is not None else ()
+        call = (what, *facts.values(), *((*path, leaf.shape, leaf.dtype) for path, leaf in shaped))
+        if ctx.debug or (compared and call not in world.compared):
+            described = {**facts, **({"value": _describe(what, value)} if value is not None else {})}
             try:
                 with refuse_two_threads(what, world):
-                    agree(world, what, {**facts, **described, "at": line_outside()})
+                    agree(world, what, {**described, "at": line_outside()})
             except PeerError as error:
                 if compared:
                     error.add_note(f"weft: or a rank brought what it had brought before, and this one: {described}")
                 raise
-            world.reduced.add(shapes)
+            if compared:
+                world.compared.add(call)
     return world
 
 

@@ -110,7 +110,7 @@ def reduce_scatter(
     world = enter_collective("reduce_scatter", ctx, value, {"op": op})
     if world.group is None:
         return rebuilt(value, [_combined(tensor[None], op) for tensor in found])
-    described = "; ".join(
+    described = f"{op} of " + "; ".join(
         f"{'.'.join(path) or 'value'}: {leaf.dtype} {list(leaf.shape)} cut into {each}"
         for (path, leaf), each in zip(leaves(value), counts, strict=True)
     )

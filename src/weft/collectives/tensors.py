@@ -39,7 +39,7 @@ def reduce(value: T, ctx: DistContext, op: ReduceOp = "sum", *, grad: bool = Fal
     """Combine tensors over the ranks; every rank gets the result.
 
     Changes: nothing; `value` is left alone. Collectives: one all-reduce per dtype; with `grad`, the same in backward.
-    Structures, shapes and dtypes that come for the first time are compared, in a meeting through the store.
+    Operations, structures, shapes and dtypes that come for the first time are compared, in a meeting through the store.
 
     Args:
         value: A nested value of tensors, the same structure, shapes and dtypes on all ranks.
@@ -54,7 +54,7 @@ def reduce(value: T, ctx: DistContext, op: ReduceOp = "sum", *, grad: bool = Fal
     Raises:
         TypeError: A leaf is not a tensor, or requires grad without `grad=True`.
         ValueError: Unknown `op`, or one without gradients with `grad=True`.
-        ContextError: Structures, shapes or dtypes that are new on all ranks differ between them.
+        ContextError: Structures, shapes, dtypes, `op` or `grad` that are new on all ranks differ between them.
         PeerError: A peer failed or died.
 
     Example:
@@ -71,7 +71,7 @@ def reduce(value: T, ctx: DistContext, op: ReduceOp = "sum", *, grad: bool = Fal
             expected='"sum" or "mean"',
             fix=f"weft.gather(value[None], ctx, grad=True).a{op}(0)",
         )
-    world = enter_collective("reduce", ctx, value, {"op": op})
+    world = enter_collective("reduce", ctx, value, {"op": op, "grad": bool(tracked)})
     inputs = [_for_op(tensor, op) for tensor in found]
     if world.group is None:
         return rebuilt(value, inputs)
@@ -159,7 +159,7 @@ def gather(value: T, ctx: DistContext, *, grad: bool = False) -> T:
     if world.group is None:
         return rebuilt(value, [tensor.clone() for tensor in found])
     with name_lost_peer("gather", world):
-        everyone = _of_all("gather", value, found, [tensor.detach() for tensor in found], tracked, ctx)
+        everyone = _of_all("gather", value, found, [tensor.detach() for tensor in found], {"grad": tracked}, ctx)
     parts = list(zip(*everyone, strict=True))  # by tensor and rank
     _check_inner(parts)
     joined = [_joined(pieces, tensor) for pieces, tensor in zip(parts, found, strict=True)]
@@ -171,13 +171,13 @@ def gather(value: T, ctx: DistContext, *, grad: bool = False) -> T:
 
 
 def _of_all(
-    what: str, value: object, found: Sequence[torch.Tensor], mine: list[Any], tracked: str, ctx: DistContext
+    what: str, value: object, found: Sequence[torch.Tensor], mine: list[Any], asked: dict[str, Any], ctx: DistContext
 ) -> list[list[Any]]:
-    """What every rank brings for its tensors; raises on all of them if structures, dtypes or dimensions differ."""
+    """What every rank brings for its tensors; raises on all of them if it does not fit together."""
     paths = [".".join(path) or "value" for path, _ in leaves(value)]
     named = [f"{path}: {t.dtype}, {t.dim()}-d" for path, t in zip(paths, found, strict=True)]
-    everyone = gather_packed(what, ["; ".join(named) + tracked, mine], ctx)
-    compare(what, [{"value": text} for text, _ in everyone])
+    everyone = gather_packed(what, [{"value": "; ".join(named), **asked}, mine], ctx)
+    compare(what, [facts for facts, _ in everyone])
     return [theirs for _, theirs in everyone]
 
 
@@ -221,7 +221,7 @@ def pad_across(
 
     Raises:
         TypeError: A leaf is not a tensor, or a tensor is nested (jagged).
-        ContextError: Structures, dtypes or numbers of dimensions differ between ranks.
+        ContextError: Structures, dtypes, numbers of dimensions or the other arguments differ between ranks.
         PeerError: A peer failed or died.
 
     Example:
@@ -242,7 +242,8 @@ def pad_across(
     if world.group is None:
         return value
     with name_lost_peer("pad_across", world):
-        rows = _of_all("pad_across", value, found, [list(tensor.shape) for tensor in found], "", ctx)
+        asked = {"dim": dim, "fill": str(fill), "side": side}  # as text: nan is not equal to nan
+        rows = _of_all("pad_across", value, found, [list(tensor.shape) for tensor in found], asked, ctx)
     sizes = [[row[index] for row in rows] for index in range(len(found))]
     longest = iter([max(shape[dim] if -len(shape) <= dim < len(shape) else 0 for shape in each) for each in sizes])
 

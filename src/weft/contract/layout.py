@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.contract.marks import offered
+from weft.context.rank_facts import rank_groups
+from weft.contract.marks import known_objects, offered
 from weft.contract.protocols import Layout, Placed, ReducesOver, SlicesInside, StepsApart
 from weft.errors import ContractError
 from weft.tensors.dtensor import is_sharded, resting_parameters
@@ -44,11 +46,12 @@ def layouts(module: nn.Module, ctx: DistContext) -> dict[str, Layout]:
         {'weight': Layout(cut=(), owner=(), reduce_over=('data',), mesh=())}
     """
     default = gradient_axes(module, ctx)
-    names = [name for name, _ in module.named_parameters()]
-    given = _placed(module)
+    given: defaultdict[int, list[Layout]] = defaultdict(list)
+    for _, tensor, layout in _offers(module):
+        given[id(tensor)].append(layout)
     return {
-        name: _layout(parameter, ctx, default, given.get(name, ()))
-        for name, parameter in zip(names, resting_parameters(module), strict=True)
+        name: _layout(resting, ctx, default, given[id(p)])
+        for (name, p), resting in zip(module.named_parameters(), resting_parameters(module), strict=True)
     }
 
 
@@ -116,7 +119,7 @@ def part_axes(ctx: DistContext) -> tuple[str, ...]:
         >>> part_axes(weft.local())
         ()
     """
-    found = {axis for one in _known(ctx) for offer in offered(one, ReducesOver) for axis in offer.axes}
+    found = {axis for one in known_objects(ctx) for offer in offered(one, ReducesOver) for axis in offer.axes}
     return tuple(name for name, _ in ctx.axes if name in found and name not in ctx.data_axes)
 
 
@@ -136,13 +139,8 @@ def slice_axes(ctx: DistContext) -> tuple[str, ...]:
         >>> slice_axes(weft.local())
         ()
     """
-    found = {axis for one in _known(ctx) for offer in offered(one, SlicesInside) for axis in offer.slice_axes}
+    found = {axis for one in known_objects(ctx) for offer in offered(one, SlicesInside) for axis in offer.slice_axes}
     return tuple(name for name, _ in ctx.axes if name in found)
-
-
-def _known(ctx: DistContext) -> list[Any]:
-    """What transforms were applied to, as far as it lives."""
-    return [one for record in ctx.applied for ref in record.refs if (one := ref()) is not None]
 
 
 def axes_of_dims(mesh: Any, ctx: DistContext) -> list[tuple[str, ...]]:
@@ -166,13 +164,8 @@ def _axes_along(ranks: list[int], ctx: DistContext) -> tuple[str, ...]:
     if all(rank in ctx.ranks for rank in ranks):
         places = [ctx.coordinates_of(ctx.ranks.index(rank)) for rank in ranks]
         names = tuple(name for name, _ in ctx.axes if len({place[name] for place in places}) > 1)
-        here = ctx.coordinates
-        line = [
-            rank
-            for index, rank in enumerate(ctx.ranks)
-            if all(at == here[name] or name in names for name, at in ctx.coordinates_of(index).items())
-        ]
-        if line == ranks:
+        line = next(group for group in rank_groups(ctx, names) if ctx.rank in group)
+        if [ctx.ranks[rank] for rank in line] == ranks:
             return names
     raise ContractError(
         f"a parameter is sharded over ranks {ranks}, which form no axis of the context",
@@ -180,16 +173,6 @@ def _axes_along(ranks: list[int], ctx: DistContext) -> tuple[str, ...]:
         expected="meshes whose ranks lie along an axis of the context, in its order",
         fix='ctx = weft.start(mesh={"data": -1, "tensor": 2}); parallelize_module(model, ctx.mesh["tensor"], plan)',
     )
-
-
-def _placed(module: nn.Module) -> dict[str, list[Layout]]:
-    """What transforms of the module and of its parts say of each parameter."""
-    names = {id(p): name for name, p in module.named_parameters()}
-    found: dict[str, list[Layout]] = {}
-    for _, tensor, layout in _offers(module):
-        if id(tensor) in names:
-            found.setdefault(names[id(tensor)], []).append(layout)
-    return found
 
 
 def _offers(module: nn.Module) -> list[tuple[str, torch.Tensor, Layout]]:
@@ -207,8 +190,7 @@ def _offers(module: nn.Module) -> list[tuple[str, torch.Tensor, Layout]]:
         _walked.reset(token)
 
 
-def _layout(parameter: torch.Tensor, ctx: DistContext, default: tuple[str, ...], given: Iterable[Layout]) -> Layout:
-    given = list(given)
+def _layout(parameter: torch.Tensor, ctx: DistContext, default: tuple[str, ...], given: Sequence[Layout]) -> Layout:
     cut = {axis for layout in given for axis in layout.cut}
     mesh: tuple[tuple[str, ...], ...] = ()
     if is_sharded(parameter):

@@ -31,9 +31,6 @@ class Marks:
     def __init__(self, marks: tuple[Mark, ...] = ()) -> None:
         self.marks = marks
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Marks:
-        return Marks()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Marks, ()
 
@@ -69,6 +66,16 @@ def offered(obj: object, kind: Callable[..., T]) -> list[T]:
     # `type[T]` in the signature would be truer, but mypy takes no protocol for one.
     wanted = cast("type[T]", kind)
     return [offer for mark in marks_of(obj) for offer in mark.offers if isinstance(offer, wanted)]
+
+
+def known_objects(ctx: DistContext) -> list[Any]:
+    """What transforms that a context knows were applied to, as far as it lives; each once."""
+    return list({id(obj): obj for record in ctx.applied for ref in record.refs if (obj := ref()) is not None}.values())
+
+
+def known_modules(ctx: DistContext) -> list[nn.Module]:
+    """The modules among them."""
+    return [obj for obj in known_objects(ctx) if isinstance(obj, nn.Module)]
 
 
 def forget(obj: object, ctx: DistContext, names: Collection[str] | None = None) -> DistContext:

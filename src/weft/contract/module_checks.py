@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -108,12 +107,9 @@ def trained_alone(module: nn.Module, ctx: DistContext) -> list[str]:
     ]
 
 
-def _spans(parameter: nn.Parameter, axes: Sequence[str], ctx: DistContext) -> bool:
+def _spans(parameter: torch.Tensor, axes: Sequence[str], ctx: DistContext) -> bool:
     """Whether it is a DTensor over one of some axes, whose gradients are its own affair."""
-    placed: Any = parameter
-    return is_sharded(parameter) and any(
-        axis in axes for together in axes_of_dims(placed.device_mesh, ctx) for axis in together
-    )
+    return is_sharded(parameter) and any(set(axes) & set(dims) for dims in axes_of_dims(parameter.device_mesh, ctx))
 
 
 def _check_not_wrapped(what: str, module: nn.Module) -> None:

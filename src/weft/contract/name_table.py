@@ -55,21 +55,17 @@ def patterns_by_name(what: str, names: Iterable[tuple[str, object]], table: Mapp
     Example:
         >>> model = nn.Sequential(nn.Linear(1, 1))
         >>> list(patterns_by_name("f", model.named_parameters(), {"*.bias": 1, "*": 2}).values())
-        ['*', '*.bias']
+        ['*.bias', '*']
     """
     _check_keys(what, table)
     names = list(names)
-    places: dict[int, int] = {}
-    fitting = set()
-    for name, thing in names:
-        fits = [place for place, pattern in enumerate(table) if fits_in_table(name, pattern)]
-        fitting.update(fits)
-        if fits:
-            places[id(thing)] = min(fits[0], places.get(id(thing), fits[0]))
-    patterns = list(table)
-    for place in sorted(set(range(len(patterns))) - set(places.values())):
-        _raise_idle(what, patterns[place], [name for name, _ in names], shadowed=place in fitting)
-    return {key: patterns[place] for key, place in places.items()}
+    found: dict[int, str] = {}
+    for pattern in table:
+        new = {id(thing): pattern for name, thing in names if id(thing) not in found and fits_in_table(name, pattern)}
+        if not new:
+            _raise_idle(what, pattern, [name for name, _ in names])
+        found |= new
+    return found
 
 
 def parts_by_name(what: str, module: nn.Module, table: Mapping[str, T]) -> dict[str, tuple[nn.Module, T]]:
@@ -95,20 +91,12 @@ def parts_by_name(what: str, module: nn.Module, table: Mapping[str, T]) -> dict[
     """
     of = patterns_by_name(what, module.named_modules(remove_duplicate=False), table)
     found: dict[str, tuple[nn.Module, T]] = {}
-    seen: set[nn.Module] = set()
-
-    def visit(name: str, part: nn.Module, outer: str | None) -> None:
-        if part in seen:
-            return
-        seen.add(part)
-        own = of.get(id(part))
-        if own is not None and own != outer and has_forward(part):
+    inside: dict[str, str | None] = {}  # the pattern that decides about what is in a part, by its name
+    for name, part in module.named_modules():
+        own, inside[name] = of.get(id(part)), inside.get(name.rpartition(".")[0])
+        if own is not None and own != inside[name] and has_forward(part):
             found[name] = (part, table[own])
-            outer = own
-        for child_name, child in part.named_children():
-            visit(f"{name}.{child_name}" if name else child_name, child, outer)
-
-    visit("", module, None)
+            inside[name] = own
     return found
 
 
@@ -130,15 +118,15 @@ def _check_keys(what: str, table: Mapping[str, object]) -> None:
         )
 
 
-def _raise_idle(what: str, pattern: str, names: list[str], *, shadowed: bool) -> NoReturn:
+def _raise_idle(what: str, pattern: str, names: list[str]) -> NoReturn:
     fitting = [name or "itself" for name in names if fits_in_table(name, pattern)]
     raise value_error(
         f"{what}: the pattern {pattern!r} decides about nothing",
         found=f"all that it fits is taken by patterns before it: {listed(fitting)}"
-        if shadowed
+        if fitting
         else f"names: {listed(name for name in names if name) or 'none'}",
         expected="patterns that fit something, the first one that fits deciding",
         fix=f"move {pattern!r} up in the table, or leave it out"
-        if shadowed
+        if fitting
         else f"leave {pattern!r} out, or correct it",
     )

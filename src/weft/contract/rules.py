@@ -56,7 +56,6 @@ class Rules(NamedTuple):
     before: frozenset[str]
     after: frozenset[str]
     excludes: frozenset[str | Phase]
-    collective: bool
 
     def cannot_meet(self, other: Rules) -> bool:
         """Whether the two cannot be applied to one object, in no order."""

@@ -171,6 +171,16 @@ def fits_pattern(name: str, pattern: str) -> bool:
     return _fits(name.split("."), pattern.split("."))
 
 
+def is_within(name: str, outer: str) -> bool:
+    """Whether a qualified name is that of a part, or of something in it; all is in the module itself, "".
+
+    Example:
+        >>> is_within("blocks.1.weight", "blocks.1"), is_within("blocks.10.weight", "blocks.1")
+        (True, False)
+    """
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
 def _fits(parts: list[str], pattern: list[str]) -> bool:
     """Whether a name, split at its dots, fits a pattern split likewise."""
     if not pattern:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch
@@ -22,6 +22,7 @@ from weft.errors import AlreadyApplied, NameChanged, OrderError, listed, type_er
 from weft.peers.agreement import disagree
 from weft.peers.ledger import Ledger
 from weft.peers.world import GroupHolder
+from weft.tensors.nested import leaves
 
 P = ParamSpec("P")
 
@@ -84,7 +85,6 @@ def transform(
             before=frozenset(before or ()),
             after=frozenset(after or ()),
             excludes=frozenset(excludes or ()),
-            collective=collective,
         )
         signature = inspect.signature(fn)
         given = _objects_before_ctx(fn.__name__, signature)
@@ -95,7 +95,7 @@ def transform(
             bound = _bound(call, signature, args, kwargs)
             line = _line(call, signature, given, bound.arguments)
             ctx, objects, options = _split(rules.name, line, given, bound.arguments)
-            if rules.collective:
+            if collective:
                 ctx.check_unrestricted(rules.name)  # the peers are not here: nothing is reported to them
             meetings = ctx.world.meetings
             try:
@@ -107,7 +107,7 @@ def transform(
                     _check_names(rules.name, old, new)
             except Exception as error:
                 # The peers are waiting in `agree`, unless this rank came that far.
-                if rules.collective and ctx.world.meetings == meetings:
+                if collective and ctx.world.meetings == meetings:
                     disagree(ctx.world, error)
                 raise
             return cast("R", (*returned, _record(rules, line, options, objects, returned, next_ctx)))
@@ -202,15 +202,7 @@ def _check_unpacked(name: str, value: Any) -> None:
 
 def _objects(arguments: list[Any]) -> list[object]:
     """Flatten the objects a transform is applied to; several modules may come as one argument."""
-    found: list[object] = []
-    for argument in arguments:
-        if isinstance(argument, Mapping):
-            found += _objects(list(argument.values()))
-        elif isinstance(argument, (list, tuple)):
-            found += _objects(list(argument))
-        else:
-            found.append(argument)
-    return found
+    return [obj for _, obj in leaves(arguments, whole=dataclasses.is_dataclass)]
 
 
 def _check(rules: Rules, obj: object, ctx: DistContext) -> None:
@@ -278,7 +270,7 @@ def _record(
         # A loader comes back as a new object, which keeps the history of the old one.
         before = histories.get(id(obj)) or (marks_of(given[index]) if len(given) == len(objects) else ())
         obj.__dict__[MARKS] = Marks((*before, mark))
-    return replace(ctx, applied=(*ctx.applied, record), handed_over=())
+    return dataclasses.replace(ctx, applied=(*ctx.applied, record), handed_over=())
 
 
 def _probers(name: str, objects: Sequence[object], ctx: DistContext) -> list[object]:

@@ -18,8 +18,8 @@ from weft.data.split.split_plan import SplitPlan
 from weft.errors import PeerError, WeftError, listed, type_error, value_error
 from weft.peers.agreement import exchange
 from weft.peers.liveness import exception_text
+from weft.rng import restored
 from weft.tensors.nested import cuts_itself, leaves, map_leaves, map_tensors
-from weft.tensors.rng_state import RngState
 
 T = TypeVar("T")
 _FIX = "weft.data.batch_math(ctx, per_rank=8, accumulate=4)"
@@ -210,17 +210,12 @@ def _no_size(found: str, expected: str, fix: str) -> ValueError:
 
 def _attempt(trial: Callable[[int], object], size: int, ctx: DistContext) -> tuple[str, Exception | None]:
     """How a trial ended; nothing of it is kept, above all not the frames of an error."""
-    before = RngState.capture(ctx.device, ctx.engine)
     try:
-        trial(size)
+        with restored(ctx.device, ctx.engine):
+            trial(size)
     except Exception as error:  # noqa: BLE001  (raised once the ranks have come together)
-        if not _is_out_of_memory(error):
-            return exception_text(error), error
-    else:
-        return "fits", None
-    finally:
-        before.apply(ctx.device, ctx.engine)
-    return "memory", None
+        return ("memory", None) if _is_out_of_memory(error) else (exception_text(error), error)
+    return "fits", None
 
 
 def _free_cached_memory() -> None:

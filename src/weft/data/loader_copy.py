@@ -110,12 +110,7 @@ def torch_iterator(loader: DataLoader[Any], note: Callable[[Any], Any] | None = 
     """
     torch_internals.RESET.check()
     iterate = partial(torch_internals.LOADER_ITERATES.of(DataLoader), loader)
-    if loader.num_workers:
-        with workers_outlive_signals(loader) as begun:
-            iterator: Any = iterate()
-            begun(iterator)
-    else:
-        iterator = iterate()
+    iterator: Any = workers_outlive_signals(loader, iterate) if loader.num_workers else iterate()
     kinds = {torch_internals.single_iterator.found: _QuickSingle, torch_internals.worker_iterator.found: _QuickMulti}
     iterator.__class__ = kinds.get(type(iterator), type(iterator))
     iterator.weft_note = note

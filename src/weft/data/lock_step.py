@@ -60,7 +60,6 @@ class LockStep:
     def __init__(self, reading: ReadPlan, cursor: Cursor, ctx: DistContext) -> None:
         self.together = False
         self._reading, self._cursor, self._ctx = reading, cursor, ctx
-        self._key = f"step/{reading.serial}"
         self._peers = next(ranks for ranks in rank_groups(ctx, ctx.data_axes) if ctx.rank in ranks)
         self._iterations = self._num_groups = 0
         self._counters: list[Callable[[], int]] = []  # of the groups that were there when there were so many
@@ -110,14 +109,14 @@ class LockStep:
         if given is None:
             return self._peers[0] if step == cursor.now.total else None
         assert given.counts is not None
-        done = cursor.todo[-1].start // given.per_step
+        done = cursor.now.todo[-1].start // given.per_step
         return self._peers[given.counts.index(max(given.counts))] if done + step > min(given.counts) else None
 
     def _goes_along(self, *, first: bool) -> bool:
         """Whether this rank, which has no sample in the step, has to make it."""
         cursor = self._cursor
         leader = self._leader(cursor.now.steps)
-        if self.together or cursor.weighed or cursor.has_windows or leader is None or len(cursor.todo) > 1:
+        if self.together or cursor.weighed or cursor.has_windows or leader is None or len(cursor.now.todo) > 1:
             return True
         if first and self._reading.with_ids:  # `gather_metrics` learns of it what the others bring
             return True
@@ -164,7 +163,7 @@ class LockStep:
                 store.delete(self._told.popleft())
 
     def _key_of(self, step: int, rank: int) -> str:
-        return f"{self._key}/{self._iterations}/{step}/{rank}"
+        return f"step/{self._reading.serial}/{self._iterations}/{step}/{rank}"
 
     def _warn(self, *, evaluates: bool) -> None:
         cursor, ctx = self._cursor, self._ctx

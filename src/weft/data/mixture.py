@@ -6,6 +6,7 @@ import copy
 import hashlib
 import math
 import operator
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from typing_extensions import override
 
-from weft.checks import check_choice, check_count
+from weft.checks import as_number, check_choice, check_count
 from weft.data import datasets_internals
 from weft.data.loader_copy import length_of
 from weft.data.order.epoch_order import generators_of
@@ -108,14 +109,11 @@ def mix(
 
 
 def _weight(name: str, weight: Any) -> Fraction:
-    try:
-        value = math.nan if isinstance(weight, (bool, str)) else float(weight)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        value = math.nan
-    if not 0 < value < math.inf:
+    value = None if isinstance(weight, bool) else as_number(weight)
+    if value is None or not 0 < value <= sys.float_info.max:
         what = f"mix: the weight of {name!r} cannot be used"
         raise value_error(what, found=repr(weight), expected="a finite number above 0", fix=_FIX)
-    return Fraction(value)
+    return Fraction(float(value))
 
 
 class _MixedSource:
@@ -240,7 +238,7 @@ class _MapMixture(Mixture):
         return self._order.total
 
     def __getitem__(self, index: Any) -> Any:
-        source, _, number = self._order[self._position(index)]
+        source, number = self._order[self._position(index)]
         return self._given(source, self._sources[source].at(number))
 
     def _position(self, index: Any) -> int:
@@ -292,7 +290,7 @@ class _StreamMixture(Mixture, IterableDataset[Any]):
             )
 
     def _read(self, places: Iterator[MixedSample], readings: Sequence[_SourceReading]) -> Iterator[Any]:
-        for source, _, index in places:
+        for source, index in places:
             sample = readings[source].take(index)
             if sample is _END:
                 if self.counts is None and (

@@ -6,13 +6,12 @@ rank.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
@@ -48,25 +47,20 @@ class _SignalStart:
         os._exit(0)
 
 
-@contextlib.contextmanager
-def workers_outlive_signals(view: DataLoader[Any]) -> Iterator[Callable[[Any], None]]:
-    """Start the workers of a loader so that no signal ends them before their rank needs them no more.
+def workers_outlive_signals(view: DataLoader[Any], iterate: Callable[[], Any]) -> Any:
+    """Make an iterator whose workers no signal ends before their rank needs them no more.
 
-    Yields:
-        What is called with the iterator that has these workers.
+    Args:
+        view: The loader that the workers are of.
+        iterate: Makes the iterator, and starts them.
     """
     is_over = (view.multiprocessing_context or multiprocessing).RawValue("b", 0)  # in memory that all of them share
     view.__dict__["worker_init_fn"] = _SignalStart(view.worker_init_fn, is_over)
-
-    def end() -> None:
-        is_over.value = 1
-
-    def begun(iterator: Any) -> None:
-        # Called when it is gone, or this process ends: before it ends its workers and waits for them.
-        Finalize(iterator, end, exitpriority=0)
-
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # workers inherit that, until they are prepared
     try:
-        yield begun
+        iterator = iterate()
+        # When it is gone, or this process ends: before it ends its workers and waits for them.
+        Finalize(iterator, setattr, (is_over, "value", 1), exitpriority=0)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return iterator

@@ -54,7 +54,7 @@ def check_program(loader: Any, ctx: DistContext, state: Checkpoint) -> tuple[Rep
         )
     reading = loader.weft_reading
     plan = reading.plan
-    if plan.step_units is None or reading.planned(loader.weft_cursor.todo) is None or plan.costs is not None:
+    if plan.step_units is None or reading.planned(loader.weft_cursor.now.todo) is None or plan.costs is not None:
         what = "batches without a size, a stream, data that was split already, dispatch, or cost="
         raise _unfit(
             f"the samples of a step are not known beforehand: {what}",

@@ -50,8 +50,7 @@ class StepMark:
         self._averaged = averaged_parameters(models)
         self._names = {id(p): name for model in models for name, p in model.named_parameters()}
         self._apart = [p for model in models for p in model.parameters() if id(p) not in self._averaged]
-        self._frozen: list[nn.Parameter] = []
-        self._places: list[tuple[int, int]] = []  # of the frozen ones
+        self._frozen: dict[nn.Parameter, tuple[int, int]] = {}
         self._values: list[Any] = []
         self._options: list[list[dict[str, Any]]] = []
         self._random: RngState | None = None
@@ -62,8 +61,7 @@ class StepMark:
     def begin(self) -> None:
         """Weights that no optimizer steps have the values of now; from here on they are to keep them."""
         stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
-        self._frozen = [p for key, p in self._averaged.items() if key not in stepped]
-        self._places = [_change_marks(p) for p in self._frozen]
+        self._frozen = {p: _change_marks(p) for key, p in self._averaged.items() if key not in stepped}
 
     @torch.no_grad()
     def take(self) -> None:
@@ -72,7 +70,7 @@ class StepMark:
         Raises:
             ContractError: The step before has changed weights that could not be put back.
         """
-        if self._frozen and self._places != [_change_marks(p) for p in self._frozen]:
+        if any(_change_marks(p) != marks for p, marks in self._frozen.items()):
             self._check_frozen()
         self.position = self._loader.state_dict()
         self._values = [_value_of(obj) for obj in self._others]
@@ -110,9 +108,9 @@ class StepMark:
             self._random.apply(self._ctx.device, self._ctx.engine)
 
     def _check_frozen(self) -> None:
-        before = dict(zip(map(id, self._frozen), self._places, strict=True))
+        before = self._frozen
         self.begin()  # some may be trained since
-        changed = [self._names[id(p)] for p in self._frozen if before[id(p)] != _change_marks(p)]
+        changed = [self._names[id(p)] for p, marks in self._frozen.items() if before[p] != marks]
         if changed:
             raise ContractError(
                 "resilient: this step could not be repeated: it changed weights that no optimizer updates",
@@ -143,6 +141,6 @@ def _value_of(obj: Any) -> Any:
 
 def _put_back(obj: Any, value: Any) -> None:
     if is_generator(obj):
-        prepare_generator(obj, value, new=(0, 0, 0, ""))()
+        prepare_generator(obj, value)()
     else:
         obj.load_state_dict(value)

@@ -4,14 +4,13 @@ protocol.py      what transforms ask of an engine
 options.py       what transforms hand to an engine
 results.py       what an engine returns
 probes.py        what is measured while a program runs, and when
-peers.py         what an engine may ask of the other ranks
 torch_errors.py  what errors of torch mean: a peer is lost, plain tensors beside DTensors
 torch/           plain torch: the default
 xla/             torch-xla, a guest
 deepspeed/       DeepSpeed's ZeRO, for `zero_partition`, a guest
 
-Engines know nothing of contexts and contracts: they are handed groups, devices and options. Guests are found by name
-alone, when a program asks for them.
+Engines know nothing of contexts and contracts: they are handed groups, devices, options, and a `Ledger`
+of weft.peers to ask the other ranks. Guests are found by name alone, when a program asks for them.
 
 Tested by: tests/engines, tests/transforms, tests/probes/test_runner.py
 """

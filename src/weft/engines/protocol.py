@@ -1,4 +1,4 @@
-"""`Devices`: where a rank computes. `Engine`: the few things that torch and torch-xla do in their own ways.
+"""`Engine`: where a rank computes, and the few things that torch and torch-xla do in their own ways.
 
 `Spmd` is what is asked, besides, where one process drives several devices.
 """
@@ -16,12 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:  # an engine is imported when it is chosen
     from weft.engines.options import RecomputeOptions, ReduceOptions, ShardOptions
-    from weft.engines.peers import Peers
-    from weft.engines.results import Axes, ReducedModule, Releasable, Undoable
+    from weft.engines.results import Axes, ReducedModule, Undoable
+    from weft.engines.torch.hooks.every_optimizer import StepHook
+    from weft.peers.ledger import Ledger
 
 
-class Devices(Protocol):
-    """Where a rank computes: the devices of an engine, what is brought there, and their random numbers.
+class Engine(Protocol):
+    """What torch and torch-xla do in their own ways; held by a context as a value.
+
+    Most of it is about where a rank computes: the devices, what is brought there, and their random numbers. For
+    everything else, transforms name the class of `weft.engines.torch` that does it.
 
     Attributes:
         name: Shown to users.
@@ -68,24 +72,17 @@ class Devices(Protocol):
     def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
         """Resume from a random state."""
 
-
-class Engine(Devices, Protocol):
-    """What torch and torch-xla do in their own ways; held by a context as a value.
-
-    For everything else, transforms name the class of `weft.engines.torch` that does it.
-    """
-
     def broadcast_state(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         """Give parameters and buffers the values of the group's first rank, where they have any."""
 
     def reduce_gradients(
-        self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Peers
+        self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Ledger
     ) -> ReducedModule:
         """Average the gradients of `module` over `group` in every backward pass."""
         ...
 
     def shard(
-        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Peers
+        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Ledger
     ) -> ReducedModule:
         """Shard a module over a mesh of one axis, or two (replica, shard), whose ranks form `group`."""
         ...
@@ -117,8 +114,8 @@ class Spmd(Protocol):
         """The engine that computes on a mesh of devices, and the axes of the ranks."""
         ...
 
-    def begin(self, device: torch.device, seed: int) -> Releasable:
-        """What has to be there as long as a context lives."""
+    def begin(self, device: torch.device, seed: int) -> StepHook[Any]:
+        """What has to be done in all steps as long as a context lives."""
         ...
 
     def check_dtype(self, what: str, dtype: torch.dtype | None) -> None:

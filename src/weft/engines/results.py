@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from weft.engines.probes import Probe
-
 Axes = tuple[tuple[str, int], ...]  # names and sizes, outermost first
 
 
@@ -15,23 +13,6 @@ class Undoable(Protocol):
 
     def undo(self) -> None:
         """Leave the object as it was before the transform."""
-
-
-class Probed(Undoable, Protocol):
-    """What is measured as well.
-
-    Attributes:
-        probes: That measure it.
-    """
-
-    probes: tuple[Probe, ...]
-
-
-class Releasable(Protocol):
-    """Something that a context keeps until it is closed."""
-
-    def release(self) -> None:
-        """Let it go."""
 
 
 @runtime_checkable
@@ -68,12 +49,3 @@ class GradSync(Protocol):
 
 class ReducedModule(Undoable, GradSync, Protocol):
     """A module whose gradients are reduced, for later transforms."""
-
-
-class TensorParallel(ReducedModule, Probed, Protocol):
-    """A module whose layers are cut over ranks."""
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether there are gradients of which each rank has a part: else there is nothing to reduce."""
-        ...

@@ -99,10 +99,8 @@ def has_slurm(facts: EnvironmentFacts) -> bool:
         return False
     if facts.has("SLURM_STEP_NUM_TASKS"):
         return facts.number("SLURM_STEP_NUM_TASKS") != 1 or not _is_in_shell(facts)
-    if _is_in_shell(facts):
-        return False
-    in_batch_shell = facts.has("SLURM_SUBMIT_DIR") and not (facts.has("SLURM_STEP_ID") or facts.has("SLURM_STEPID"))
-    return not in_batch_shell
+    in_batch_shell = facts.has("SLURM_SUBMIT_DIR") and facts.text("SLURM_STEP_ID", "SLURM_STEPID") is None
+    return not (in_batch_shell or _is_in_shell(facts))
 
 
 def _is_in_shell(facts: EnvironmentFacts) -> bool:

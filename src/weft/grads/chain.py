@@ -10,11 +10,11 @@ import torch
 from weft.context import DistContext
 from weft.contract import offered, owners
 from weft.contract.layout import apart_axes
+from weft.contract.marks import known_modules
 from weft.engines.torch.steps.skip import SkippingStep
 from weft.engines.torch.steps.step_by_parts import exchange_last
 from weft.engines.torch.steps.swapped import after_closure
 from weft.errors import ContractError, listed
-from weft.grads.limits import known_modules
 from weft.grads.named_grads import Element, NamedGrads, ParameterNames, same_kind
 from weft.tensors.dtensor import local
 

@@ -10,11 +10,12 @@ import torch
 from weft.checks import check_count
 from weft.context import DistContext
 from weft.contract import offered
+from weft.contract.marks import known_modules
 from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.skip import SkippingStep
 from weft.errors import ContractError, listed
-from weft.grads.limits import check_limit, gradients_of, known_modules
+from weft.grads.limits import check_limit, gradients_of
 from weft.grads.named_grads import Element, NamedGrads
 from weft.keyed_random.elements import normal_block
 from weft.precision import PrecisionOffer

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 import torch
-from torch import nn
 
 from weft.checks import as_number
 from weft.context import DistContext
 from weft.contract import Placed, is_here, offered, owners
-from weft.engines.torch.compute.grad_norm import Gradients, PartlyHeld
+from weft.contract.marks import known_modules
+from weft.engines.torch.compute.grad_norm import GradientRanks, Gradients
 from weft.errors import type_error, value_error
 from weft.tensors.dtensor import resting_parameters
 
@@ -20,16 +20,10 @@ def gradients_of(parameters: Collection[torch.Tensor], ctx: DistContext) -> Grad
     return Gradients(parameters, ctx.device, _partly_held(parameters, ctx))
 
 
-def known_modules(ctx: DistContext) -> list[nn.Module]:
-    """The modules that transforms were applied to, as far as they live."""
-    alive = {id(obj): obj for record in ctx.applied for obj in (ref() for ref in record.refs)}
-    return [obj for obj in alive.values() if isinstance(obj, nn.Module)]
-
-
-def _partly_held(parameters: Iterable[torch.Tensor], ctx: DistContext) -> dict[int, PartlyHeld]:
+def _partly_held(parameters: Iterable[torch.Tensor], ctx: DistContext) -> dict[int, GradientRanks]:
     """The ranks of which only some have a parameter, by its id: those along the axes of a pipeline."""
     given = set(map(id, parameters))
-    found: dict[int, PartlyHeld] = {}
+    found: dict[int, GradientRanks] = {}
     for module in known_modules(ctx):
         if not offered(module, Placed):
             continue
@@ -38,7 +32,7 @@ def _partly_held(parameters: Iterable[torch.Tensor], ctx: DistContext) -> dict[i
             if name in partly and id(parameter) in given:
                 group = ctx.on([axis for axis, _ in partly[name]]).group
                 if group is not None:
-                    found[id(parameter)] = PartlyHeld(group, is_copy=not is_here(partly[name], ctx))
+                    found[id(parameter)] = GradientRanks(line=group, is_copy=not is_here(partly[name], ctx))
     return found
 
 

@@ -16,6 +16,7 @@ from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.errors import OrderError, listed
 from weft.tensors.blocks import Held, divided_as, hold
 from weft.tensors.dtensor import is_sharded, resting_parameters
+from weft.tensors.messages import add_up, grouped
 
 
 class NamedGrads(Mapping[str, torch.Tensor]):
@@ -84,20 +85,10 @@ class NamedGrads(Mapping[str, torch.Tensor]):
             >>> grads.sums({name: grads.held(name).local.square().sum() for name in grads})
             {'weight': tensor(2.)}
         """
-        totals = dict(parts)
-        members: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for name, value in parts.items():
-            for group in _cut_over(self.parameters[name], rows=rows):
-                ranks = tuple(dist.get_process_group_ranks(group))
-                groups[ranks] = group
-                members.setdefault((ranks, value.dtype), []).append(name)
-        for (ranks, _), names in members.items():
-            message = torch.cat([totals[name].reshape(-1) for name in names])
-            dist.all_reduce(message, group=groups[ranks])
-            sizes = [totals[name].numel() for name in names]
-            for name, total in zip(names, message.split(sizes), strict=True):
-                totals[name] = total.view(parts[name].shape)
+        cut = [(name, group) for name in parts for group in _cut_over(self.parameters[name], rows=rows)]
+        totals = {**parts, **{name: parts[name].clone() for name, _ in cut}}
+        for same in grouped(cut, lambda one: tuple(dist.get_process_group_ranks(one[1]))).values():
+            add_up((totals[name] for name, _ in same), same[0][1])
         return totals
 
 

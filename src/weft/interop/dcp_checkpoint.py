@@ -84,7 +84,7 @@ def import_dcp(
             fix="weft.interop.import_dcp(checkpoint_id, out)  # of the last save that has ended",
         )
     found, given = Found(), dict(like or {})
-    parts = _parts(read_dcp(what, place, found.deferred))
+    parts = _parts(read_dcp(what, place))
     names = [path[-1] if path else "model" for path, _ in parts]
     parts_by_name = {
         name if names.count(name) == 1 else ".".join(path): value

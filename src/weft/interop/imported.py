@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from weft.checkpoint.draft import Keep, complete, outline_of, start_saving
-from weft.checkpoint.format.manifest import FileEntry
-from weft.checkpoint.format.safetensors_write import file_header, write_parts
+from weft.checkpoint.format.safetensors_write import file_header
 from weft.checkpoint.format.tensor_blocks import hold_savable
 from weft.checkpoint.history import history_of
 from weft.checkpoint.state.collect import Content, is_extra, optimizer_values, plain_name
@@ -24,7 +23,7 @@ from weft.checkpoint.state.json_values import encode
 from weft.checkpoint.storage.find import path_or_url
 from weft.context import local
 from weft.errors import CheckpointError, listed
-from weft.interop.torch_files import DeferredTensors, values_alone
+from weft.interop.torch_files import parts_of, values_alone
 from weft.tensors.blocks import memory_of
 
 # State of torch's optimizers that has the shape of its parameter; that of Adafactor, for one, has another.
@@ -71,13 +70,12 @@ class Found:
     """What a folder of another library holds.
 
     Attributes:
-        weights: Parameters and buffers by name, of each module by the name of that.
+        weights: Parameters and buffers by name, of each module by the name of that; they may be `deferred`.
         optimizers: Groups of each optimizer, by its name.
         values: Of other objects, such as schedulers, by their names.
         ranks: Random states of each rank, as JSON; None where there are none.
         scale: Of the loss, as with_precision keeps it.
         left: What stays behind, and why.
-        deferred: Knows the tensors that are read when they are written.
     """
 
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -86,7 +84,6 @@ class Found:
     ranks: list[dict[str, Any] | None] = field(default_factory=list)
     scale: dict[str, float] | None = None
     left: list[str] = field(default_factory=list)
-    deferred: DeferredTensors = field(default_factory=DeferredTensors)
 
 
 # -- one checkpoint --------------------------------------------------------------------------------------
@@ -116,16 +113,17 @@ def write_imported(what: str, source: Path, directory: str | Path, step: int | N
     history_of(ctx, path_or_url(directory)).belongs_to(run)
     saving = start_saving(what, path_or_url(directory), step, brought, ctx)
     assert saving is not None  # this is not an elastic job
-
-    def write(file: IO[bytes]) -> FileEntry:
-        head, order = file_header(tensors)
-        values = (memory_of(part) for name in order for part in found.deferred.parts(tensors[name]))
-        return write_parts(file, itertools.chain([head], values))
-
     with saving.ending:
-        complete(saving, brought, write, ctx, keep=Keep())
+        complete(saving, brought, _file_parts(tensors), ctx, keep=Keep())
     objects, left = tuple(content.values), tuple(found.left)
     return Imported(path=saving.path, step=step, world_size=1 + len(others), objects=objects, left=left)
+
+
+def _file_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
+    """A safetensors file of tensors, part by part, for `write_parts`; what is deferred is read one by one."""
+    head, order = file_header(tensors)
+    yield head
+    yield from (memory_of(part) for name in order for part in parts_of(tensors[name]))
 
 
 def _content(found: Found) -> Content:

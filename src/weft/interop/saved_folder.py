@@ -17,7 +17,7 @@ from weft.checkpoint.format.transfer import Stored, read_in_parts
 from weft.checkpoint.state.random_states import as_json, checked_states
 from weft.errors import CheckpointError, listed
 from weft.interop.imported import Found, loss_scale, named_groups, names_in, plain_weights
-from weft.interop.torch_files import expect, load, read_dcp, values_alone
+from weft.interop.torch_files import deferred, expect, load, read_dcp, values_alone
 from weft.tensors.blocks import whole
 from weft.weights.sources import INDEX, WeightFiles, from_path
 from weft.weights.stored_names import as_named_now
@@ -143,7 +143,7 @@ class _SavedFolder:
             pieces = (piece for one in source.tensors.values() for piece in one.entry.pieces)
             self.read += [path, *(self._folder / piece.file for piece in pieces)]
             source = as_named_now(source, model) if isinstance(model, nn.Module) else source
-            return _deferred(source, self.found)
+            return _deferred(source)
         begin = "pytorch_model"
         path = self._first(f"{begin}{suffix}.bin", f"{begin}_fsdp{suffix}.bin", f"{begin}_fsdp_{number}")
         return None if path is None else dict(self._named(path, "model"))
@@ -156,7 +156,7 @@ class _SavedFolder:
         """Values by name, of a file, or of a part of what DCP saved into a folder."""
         self.read.append(path)
         is_file = path.is_file()
-        tree = {key: load(self._what, path)} if is_file else read_dcp(self._what, path, self.found.deferred)
+        tree = {key: load(self._what, path)} if is_file else read_dcp(self._what, path)
         found: Mapping[str, Any] = tree.get(key, {})
         with values_alone(self._what, path):
             expect(isinstance(found, Mapping) and all(isinstance(name, str) for name in found), "no values by name")
@@ -191,12 +191,11 @@ def _numbered(name: str, number: int) -> str:
     return f"{name}_{number}" if number else name
 
 
-def _deferred(source: WeightFiles, found: Found) -> dict[str, Any]:
+def _deferred(source: WeightFiles) -> dict[str, Any]:
     """Tensors of safetensors, which are read a few megabytes at a time."""
 
     def read(stored: Stored) -> Iterator[torch.Tensor]:
         block = whole(stored.entry.shape)
         return (values for _, values in read_in_parts(source.files, stored, block, stored.dtype))
 
-    add = found.deferred.add
-    return {name: add(one.entry.shape, one.dtype, partial(read, one)) for name, one in source.tensors.items()}
+    return {name: deferred(one.entry.shape, one.dtype, partial(read, one)) for name, one in source.tensors.items()}

@@ -28,25 +28,21 @@ from weft.errors import CheckpointError
 from weft.tensors.blocks import Block
 
 METADATA = ".metadata"  # DCP writes it last
+_READ = "_weft_read"  # on a tensor: what reads it
 Read: TypeAlias = Callable[[], Iterable[torch.Tensor]]
 
 
-class DeferredTensors:
-    """Tensors that are read when they are written, each known by a tensor of its shape and dtype on meta."""
+def deferred(shape: Sequence[int], dtype: torch.dtype, read: Read) -> torch.Tensor:
+    """A tensor that is read when it is written: on meta until then; `read` gives its parts in the order of memory."""
+    known = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    setattr(known, _READ, read)
+    return known
 
-    def __init__(self) -> None:
-        self._reads: dict[int, tuple[torch.Tensor, Read]] = {}
 
-    def add(self, shape: Sequence[int], dtype: torch.dtype, read: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor:
-        """A tensor on meta; `read` gives its values in parts, in the order of its memory."""
-        known = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        self._reads[id(known)] = known, read
-        return known
-
-    def parts(self, tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-        """The values of a tensor, in parts that are contiguous."""
-        found = self._reads.get(id(tensor))
-        return (part.contiguous() for part in ((tensor,) if found is None else found[1]()))
+def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The values of a tensor, deferred or not, in parts that are contiguous."""
+    read: Read | None = getattr(tensor, _READ, None)
+    return (part.contiguous() for part in ((tensor,) if read is None else read()))
 
 
 # -- files of torch.save ---------------------------------------------------------------------------------
@@ -171,7 +167,7 @@ class _Chunk(NamedTuple):
     place: tuple[int, int]
 
 
-def read_dcp(what: str, folder: Path, deferred: DeferredTensors) -> dict[Any, Any]:
+def read_dcp(what: str, folder: Path) -> dict[Any, Any]:
     """The state that DCP saved into a folder, nested as it was; what has one element or none is read at once.
 
     All pickles in it are looked through before anything is returned, and all files are there, and long enough.
@@ -194,16 +190,14 @@ def read_dcp(what: str, folder: Path, deferred: DeferredTensors) -> dict[Any, An
             if hasattr(entry, "chunks"):
                 like = torch.empty(entry.size, dtype=entry.properties.state[0], device="meta")
                 chunks = [_Chunk(Block(one.offsets, one.sizes), *places[name, one.offsets]) for one in entry.chunks]
-                values[name] = _tensor(what, name, like, chunks, deferred)
+                values[name] = _tensor(what, name, like, chunks)
             else:
                 values[name] = load(what, *places[name, None])
         paths = getattr(found, "planner_data", None) or {}
         return _nested({tuple(paths.get(name, (name,))): value for name, value in values.items()})
 
 
-def _tensor(
-    what: str, name: str, like: torch.Tensor, chunks: Sequence[_Chunk], deferred: DeferredTensors
-) -> torch.Tensor:
+def _tensor(what: str, name: str, like: torch.Tensor, chunks: Sequence[_Chunk]) -> torch.Tensor:
     """A tensor in chunks, which is put together when it is read."""
     sides = [side for chunk in chunks for side in zip(*chunk.block, like.shape, strict=True)]
     is_inside = all(at >= 0 and size >= 0 and at + size <= whole for at, size, whole in sides)
@@ -220,7 +214,7 @@ def _tensor(
             whole[chunk.block.slices] = load(what, chunk.path, chunk.place)
         yield whole
 
-    return deferred.add(like.shape, like.dtype, read) if like.numel() > 1 else next(iter(read()))
+    return deferred(like.shape, like.dtype, read) if like.numel() > 1 else next(iter(read()))
 
 
 def _nested(values: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:

@@ -46,11 +46,12 @@ from weft.launching.plan import LaunchPlan
 from weft.launching.rank_main import ROUND
 from weft.peers.connect import interface_to, is_here, store_at, store_of_launcher
 from weft.peers.world import SAME_SIGNAL_S
+from weft.private_names import replaced
 
 _BACKEND, _STATIC = "weft-c10d", "weft-static"
 _READ_S = 60  # as torch has it
 # Besides those that end a job: the ones by which schedulers say that the time is nearly over. Passed on to the ranks.
-_PASSED_ON = tuple(
+PASSED_ON = tuple(
     getattr(signal, name)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
@@ -120,7 +121,7 @@ class _Started(PContext):
     def _start(self) -> None:
         # An error out of the start of one process would leave those before it, of which the agent would not know.
         early: list[int] = []
-        numbers = _PASSED_ON if threading.current_thread() is threading.main_thread() else ()
+        numbers = PASSED_ON if threading.current_thread() is threading.main_thread() else ()
         for each in numbers:  # in place of torch's handlers
             signal.signal(each, lambda number, _: early.append(number))
         try:
@@ -195,14 +196,11 @@ def _own_ranks(started: list[_RankProcesses]) -> Iterator[None]:
         started.append(_RankProcesses(*args, **kwargs))
         return started[-1]
 
-    module: Any = multiprocessing
-    before = module.MultiprocessContext, module.SubprocessContext
-    module.MultiprocessContext, module.SubprocessContext = start, _Programs
     try:
-        yield
+        with replaced(multiprocessing, MultiprocessContext=start, SubprocessContext=_Programs):
+            yield
     finally:
-        module.MultiprocessContext, module.SubprocessContext = before
-        for each in _PASSED_ON:
+        for each in PASSED_ON:
             if getattr(signal.getsignal(each), "__func__", None) is _Started.on_signal:
                 signal.signal(each, signal.SIG_IGN)  # nothing is left to end but this process, which has an exit code
 

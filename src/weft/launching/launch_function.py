@@ -2,7 +2,7 @@
 
 This process starts a launcher and waits; it makes no group, forks nothing and keeps its environment. Function,
 results and errors travel as pickles through a folder that only the user can read, and that is gone at the end:
-    call                        the function and its arguments
+    call                        where modules are found, `sys.argv`, and the pickled function with its arguments
     result-<rank>               what it returned
     error-<attempt>-<rank>      what it raised
     ending.json                 what the launcher says; see callee.py for the other side
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from weft.checks import check_count
 from weft.context.start import launched
 from weft.errors import ContextError, PeerError
-from weft.launching.mailbox import CALL_FILE, ENDING_FILE, RankCall, dumps
+from weft.launching.mailbox import CALL_FILE, ENDING_FILE, dumps
 
 R = TypeVar("R")
 
@@ -73,12 +73,11 @@ def launch_function(fn: Callable[..., R], n: int, *args: Any, max_restarts: int 
     for name, value, least in (("n", n, 1), ("max_restarts", max_restarts, 0)):
         check_count("launch_function", name, value, least=least, fix="weft.launch_function(fn, 2, max_restarts=0)")
     _refuse_in_a_rank()
-    call = RankCall(
-        list(sys.path), list(sys.argv), dumps((fn, args), f"launch_function: {_name(fn)} and its arguments")
-    )
+    what = f"launch_function: {getattr(fn, '__qualname__', fn)} and its arguments"
+    call = sys.path, sys.argv, dumps((fn, args), what)
     with tempfile.TemporaryDirectory(prefix="weft-") as name:
         folder = Path(name)
-        (folder / CALL_FILE).write_bytes(pickle.dumps(tuple(call)))
+        (folder / CALL_FILE).write_bytes(pickle.dumps(call))
         code = _run_launcher(["-n", str(n), "--max-restarts", str(max_restarts), name])
         results = [folder / f"result-{rank}" for rank in range(n)]
         if code == 0 and all(path.exists() for path in results):
@@ -102,41 +101,31 @@ def _refuse_in_a_rank() -> None:
         )
 
 
-def _name(fn: object) -> str:
-    return str(getattr(fn, "__qualname__", fn))
-
-
 def _run_launcher(arguments: Sequence[str]) -> int:
     """Run the launcher to its end, print what it and the ranks print, and return its exit code."""
     program = f"import sys; sys.path[:] = {sys.path!r}; import weft_command; sys.exit(weft_command.call())"
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", program, *arguments],
         stdin=subprocess.PIPE,  # its end shows the launcher that this process is gone
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C comes here, and is passed on once
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    pairs = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
-    readers = [threading.Thread(target=_copy, args=pair, daemon=True, name="weft output") for pair in pairs]
-    try:
-        for reader in readers:
-            reader.start()
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
-        raise
-    finally:
-        _end(process)
-        for reader in readers:
-            reader.join(timeout=5)
-        for stream in (process.stdin, process.stdout, process.stderr):
-            stream.close()
-    return code
+    ) as process:
+        pairs = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
+        readers = [threading.Thread(target=_copy, args=pair, daemon=True, name="weft output") for pair in pairs]
+        try:
+            for reader in readers:
+                reader.start()
+            return process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+            raise
+        finally:
+            _end(process)
+            for reader in readers:
+                reader.join(timeout=5)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

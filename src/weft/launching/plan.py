@@ -7,7 +7,7 @@ import secrets
 import shlex
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -163,7 +163,9 @@ def make_plan(given: Mapping[str, Any], file: Config | None, *, cores: int, omp_
     if values["threads"] is None:
         values["threads"], sources["threads"] = _threads(omp_num_threads, cores, values["nproc"])
     least, most = _nodes(values["nnodes"])
-    _check(values, least, most)
+    for found, expected, options in _wrong(values, least, most):
+        fix = f"weft launch {options} train.py"
+        raise ContextError("launch: these options cannot be combined", found=found, expected=expected, fix=fix)
     del values["nnodes"]
     return LaunchPlan(**values, least_nodes=least, most_nodes=most, sources=tuple(sources.items()))
 
@@ -189,41 +191,36 @@ def _nodes(value: Any) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
-def _check(values: Mapping[str, Any], least: int, most: int) -> None:
-    wrong = None
+def _wrong(values: Mapping[str, Any], least: int, most: int) -> Iterator[tuple[str, str, str]]:
+    """What does not fit: what was found, what is expected, and options that can be combined."""
     node_rank, each = values["node_rank"], max(values["replica_ranks"], 1)
     nodes = "-n 2 --nnodes 2 --node-rank 0 --rdzv first-node:29500"
     replicas = f"-n {2 * each} --min-replicas 1" + (f" --replica-ranks {each}" if each > 1 else "")
     if values["nproc"] < 1 or least < 1 or not 0 <= (node_rank or 0) < most:
         found = f"-n {values['nproc']} --nnodes {values['nnodes']} --node-rank {node_rank}"
-        wrong = (found, "counts >= 1, 0 <= node rank < nodes", "-n 2" if values["nproc"] < 1 or least < 1 else nodes)
-    elif values["max_restarts"] < 0:
-        wrong = (f"--max-restarts {values['max_restarts']}", "0 or more", "-n 2 --max-restarts 3")
-    elif values["min_replicas"] is not None and not _are_replicas(most, **values):
+        yield found, "counts >= 1, 0 <= node rank < nodes", "-n 2" if values["nproc"] < 1 or least < 1 else nodes
+    if values["max_restarts"] < 0:
+        yield f"--max-restarts {values['max_restarts']}", "0 or more", "-n 2 --max-restarts 3"
+    if values["min_replicas"] is not None and not _are_replicas(most, **values):
         several = f" --replica-ranks {values['replica_ranks']}" if values["replica_ranks"] != 1 else ""
         several += f" --nnodes {values['nnodes']}" if most > 1 else ""
         found = f"-n {values['nproc']} --min-replicas {values['min_replicas']}{several}"
-        wrong = (found, "1 <= least replicas <= replicas, each of the same number of processes", replicas)
-    elif values["min_replicas"] is None and values["replica_ranks"] != 1:
-        wrong = (f"--replica-ranks {values['replica_ranks']}, no --min-replicas", "both, for an elastic job", replicas)
-    elif values["min_replicas"] is None and values["events"] is not None:
+        yield found, "1 <= least replicas <= replicas, each of the same number of processes", replicas
+    if values["min_replicas"] is None and values["replica_ranks"] != 1:
+        yield f"--replica-ranks {values['replica_ranks']}, no --min-replicas", "both, for an elastic job", replicas
+    if values["min_replicas"] is None and values["events"] is not None:
         events = f"--events {values['events']}"
-        wrong = (f"{events}, no --min-replicas", "both, for an elastic job", f"{replicas} {events}")
-    elif values["threads"] < 1:
-        wrong = (f"--threads {values['threads']}", "1 or more", "-n 2 --threads 1")
-    elif most > 1 and values["rdzv"] is None:
-        wrong = (f"--nnodes {values['nnodes']}, no --rdzv", "the address of the first node", nodes)
-    elif values["rdzv"] is not None and not _is_address(values["rdzv"], most):
+        yield f"{events}, no --min-replicas", "both, for an elastic job", f"{replicas} {events}"
+    if values["threads"] < 1:
+        yield f"--threads {values['threads']}", "1 or more", "-n 2 --threads 1"
+    if most > 1 and values["rdzv"] is None:
+        yield f"--nnodes {values['nnodes']}, no --rdzv", "the address of the first node", nodes
+    if values["rdzv"] is not None and not _is_address(values["rdzv"], most):
         expected = "host:port; port 0, a free one, for one node only"
-        wrong = (f"--rdzv {values['rdzv']}", expected, nodes if most > 1 else "-n 2")
-    elif least < most and node_rank is not None:
+        yield f"--rdzv {values['rdzv']}", expected, nodes if most > 1 else "-n 2"
+    if least < most and node_rank is not None:
         found = f"--nnodes {values['nnodes']} --node-rank {node_rank}"
-        some = f"-n 2 --nnodes {least}:{most} --rdzv first-node:29500"
-        wrong = (found, "no node rank where nodes come and go", some)
-    if wrong is not None:
-        found, expected, options = wrong
-        fix = f"weft launch {options} train.py"
-        raise ContextError("launch: these options cannot be combined", found=found, expected=expected, fix=fix)
+        yield found, "no node rank where nodes come and go", f"-n 2 --nnodes {least}:{most} --rdzv first-node:29500"
 
 
 def _are_replicas(nodes: int, nproc: int, min_replicas: int, replica_ranks: int, **rest: Any) -> bool:

@@ -30,12 +30,7 @@ ROUND = "round"  # file of the launcher's folder: which meeting of the nodes thi
 
 
 def run_target(
-    target: str,
-    is_module: bool,
-    arguments: list[str],
-    reports: str,
-    cores: Sequence[int] = (),
-    variables: Mapping[str, str] = MappingProxyType({}),
+    target: str, is_module: bool, arguments: list[str], reports: str, cores: Sequence[int], variables: Mapping[str, str]
 ) -> None:
     """Run a script or module as the main program of this process; called on every rank.
 

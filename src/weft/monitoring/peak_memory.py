@@ -6,7 +6,7 @@ import contextlib
 import gc
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def peak_memory(objects: _Parts, ctx: DistContext) -> Iterator[PeakMemory]:
         for hook in hooks:
             hook.remove()
         look()
-        found.total = _peak_bytes(ctx.device)
+        found.total = _bytes(ctx.device, "VmHWM", torch.accelerator.max_memory_allocated)
         found.rest = max(found.total - found.parameters - found.gradients - found.optimizer, 0)
 
 
@@ -139,15 +139,14 @@ def used_bytes(device: torch.device) -> int:
         >>> used_bytes(torch.device("cpu")) > 0
         True
     """
-    return _peak_bytes(device) if device.type != "cpu" else _of_process("VmRSS")
+    return _bytes(device, "VmRSS", torch.accelerator.max_memory_allocated)
 
 
-def _peak_bytes(device: torch.device) -> int:
+def _bytes(device: torch.device, of_process: str, of_allocator: Callable[[torch.device], int]) -> int:
+    """What the process has on the CPU, what torch's allocator has elsewhere; MPS tells one number only."""
     if device.type == "cpu":
-        return _of_process("VmHWM")
-    if device.type == "mps":
-        return int(torch.mps.driver_allocated_memory())
-    return int(torch.accelerator.max_memory_allocated(device))
+        return _of_process(of_process)
+    return int(torch.mps.driver_allocated_memory() if device.type == "mps" else of_allocator(device))
 
 
 def _reset_peak(device: torch.device) -> None:
@@ -185,19 +184,13 @@ def release_memory(ctx: DistContext) -> int:
         Bytes by which the memory of the device (on the CPU: of the process) shrank.
     """
     device = ctx.device
-    reserved = _reserved(device)
+    before = _bytes(device, "VmRSS", torch.accelerator.memory_reserved)
     gc.collect()
     if device.type == "mps":
         torch.mps.empty_cache()
     elif device.type != "cpu":
         torch.accelerator.empty_cache()
-    return max(reserved - _reserved(device), 0)
-
-
-def _reserved(device: torch.device) -> int:
-    if device.type == "cpu":
-        return _of_process("VmRSS")
-    return _peak_bytes(device) if device.type == "mps" else int(torch.accelerator.memory_reserved(device))
+    return max(before - _bytes(device, "VmRSS", torch.accelerator.memory_reserved), 0)
 
 
 def save_memory_snapshot(folder: str | Path, ctx: DistContext, *, names: Mapping[str, nn.Module] | None = None) -> Path:

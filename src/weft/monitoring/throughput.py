@@ -114,20 +114,19 @@ class Throughput:
         Args:
             name: Of the part.
         """
-        self._switch_to(name)
+        self._count_time()
+        self._open_parts.append(name)
         try:
             yield
         finally:
-            self._switch_to(None)
-
-    def _switch_to(self, name: str | None) -> None:
-        now = self._clock()
-        self._spent[self._open_parts[-1]] = self._spent.get(self._open_parts[-1], 0.0) + now - self._since
-        self._since = now
-        if name is None:
+            self._count_time()
             self._open_parts.pop()
-        else:
-            self._open_parts.append(name)
+
+    def _count_time(self) -> None:
+        """The time since it was last counted is that of the innermost part."""
+        part, now = self._open_parts[-1], self._clock()
+        self._spent[part] = self._spent.get(part, 0.0) + now - self._since
+        self._since = now
 
     def count(self, *, samples: int = 0, tokens: int = 0, flops: float = 0.0) -> None:
         """Add what this rank works on, such as one micro-batch.
@@ -172,8 +171,7 @@ class Throughput:
             ContextError: The ranks have other names of parts, or more than 22.
             PeerError: Another rank failed.
         """
-        self._switch_to("rest")
-        self._open_parts.pop()
+        self._count_time()
         names = sorted(self._spent)
         rows = self._rows(names)
         self._reset()

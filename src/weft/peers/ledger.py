@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter, deque
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from weft.peers.agreement import agree, compare, exchange
@@ -21,12 +23,15 @@ _MAX_NOTED = 64  # of a rank that is so far ahead the oldest are let go
 
 
 class Ledger:
-    """One strategy on one module, as it is on the other ranks of a world; fulfils `weft.engines.Peers`.
+    """One strategy on one module, as it is on the other ranks of a world. Everything goes through the store.
 
     All ranks make their ledgers in the same order, so that a number names the same one on each.
+
+    Attributes:
+        copies: That of the ranks which hold the same as this one, if those of this ledger hold parts.
     """
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, copies: World | None = None) -> None:
         self._world = world
         self._name = name
         self._prefix = f"ledger/{world.next_number('ledger')}"
@@ -34,26 +39,52 @@ class Ledger:
         self._counts: Counter[str] = Counter()  # where there is no store
         self._noted: deque[tuple[int, str, str, dict[str, object]]] = deque(maxlen=_MAX_NOTED)
         world.root.ledgers.add(self)
+        self.copies = Ledger(copies, name) if copies is not None and copies.size > 1 else None
 
     @property
     def pretended(self) -> bool:
-        """Whether the other ranks are not there, and bring what this one brings."""
+        """Whether the other ranks are not there, and bring what this one brings: equal values then say nothing."""
         return self._world.pretended
 
     def meet(self, what: str, mine: Any, *, kind: str | None = None) -> list[Any]:
-        """Wait for all ranks and return the JSON value of each, in rank order; see `exchange`."""
+        """Wait for all ranks and return the JSON value of each, in rank order; see `exchange`.
+
+        Raises:
+            ContextError: They came for different things; where `what` may differ, of different kinds.
+            PeerError: A rank failed, died, or waits elsewhere.
+        """
         return exchange(self._world, f"{self._name}: {what}", mine, kind=kind)
 
     def agree(self, what: str, facts: Mapping[str, object], *, fix: str | None = None) -> None:
-        """Wait for all ranks and compare facts; see `weft.peers.agreement.agree`."""
+        """Wait for all ranks and compare facts; `fix` is what the error suggests.
+
+        Raises:
+            ContextError: They differ; the text names both values.
+            PeerError: A rank failed, died, or waits elsewhere.
+        """
         agree(self._world, f"{self._name}: {what}", facts, **({} if fix is None else {"fix": fix}))
 
+    def differing(self, what: str, numbers: Mapping[str, int | None]) -> list[str]:
+        """The names of numbers, such as checksums, that differ between the ranks; a meeting, and one more to find them.
+
+        Raises:
+            ContextError: The ranks came for different things.
+            PeerError: A rank failed, died, or waits elsewhere.
+        """
+        if len(set(self.meet(what, hashlib.sha256(repr(numbers).encode()).hexdigest()))) == 1:
+            return []
+        everyone = self.meet(f"{what}, which differ", numbers)
+        return [name for name in dict.fromkeys(chain(*everyone)) if len({one.get(name) for one in everyone}) > 1]
+
     def report(self, error: BaseException) -> None:
-        """Tell the others of an error of this rank, which they would wait for; see `report_failure`."""
+        """Tell the others of an error of this rank that torch does not know of. Does not wait; see `report_failure`.
+
+        A rank that waits for this one in a collective raises `PeerError` with its text within seconds.
+        """
         report_failure(self._world, error)
 
     def count(self, key: str, add: int) -> int:
-        """Add to a number that the ranks share, and return it."""
+        """Add to a number that the ranks share, and return it. Does not wait."""
         if self._world.store is None:  # the others are pretended, and add as much
             self._counts[key] += add * self._world.size
             return self._counts[key]
@@ -72,7 +103,8 @@ class Ledger:
     def compare(self, what: str, facts: Mapping[str, object], *, fix: str) -> None:
         """Note facts for the others, and compare those noted before with rank 0's, as far as it has come.
 
-        Between two steps the ranks meet in a collective, so rank 0 is hardly ever behind.
+        Does not wait. Every rank calls it equally often. A difference is found one call later, or when the context is
+        closed. Between two steps the ranks meet in a collective, so rank 0 is hardly ever behind.
 
         Raises:
             ContextError: They differ; the text names both values.

@@ -97,7 +97,7 @@ class World:
         disposable: On a root, the groups of those worlds that can be destroyed by themselves.
         meshes: torch's meshes over the groups above.
         messages: What is prepared for messages that are sent again and again, by their shape.
-        reduced: Shapes and dtypes that all ranks have brought to `reduce`.
+        compared: Calls of collectives, with their arguments and shapes, that all ranks have made.
         meetings: How many meetings there were.
         numbers: How many smaller worlds and ledgers were made of it, by kind.
         loaders: On a root, the places of the loaders of the program; see data/order/loader_place.py.
@@ -138,7 +138,7 @@ class World:
     meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
     message_bytes: int | None = None
     messages: dict[object, Any] = field(default_factory=dict)
-    reduced: set[object] = field(default_factory=set)
+    compared: set[object] = field(default_factory=set)
     holders: weakref.WeakSet[GroupHolder] = field(default_factory=weakref.WeakSet)
     ledgers: weakref.WeakSet[Comparison] = field(default_factory=weakref.WeakSet)
     meetings: int = 0

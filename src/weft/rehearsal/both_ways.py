@@ -10,7 +10,7 @@ from weft.errors import ContextError, listed
 from weft.rehearsal.distinct_ranks import facts
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.simulation.numbers import Endless, Numbers, read_about
-from weft.rehearsal.table import size_text
+from weft.rehearsal.table import error_line, size_text
 
 Run = Callable[[Numbers], Rehearsal]
 _TIMES = 10  # as many operations may a run with other numbers do as the first one; more is a loop that does not end
@@ -38,7 +38,7 @@ class _Way:
             return ", ".join(f"{size} {name}" for name, size in self.sizes.items())
         if isinstance(self.error, Endless):
             return str(self.error)
-        return f"{type(self.error).__name__}: {str(self.error).strip().partition(chr(10))[0]}"
+        return error_line(self.error)
 
 
 def both_ways(run: Run) -> Rehearsal:

@@ -30,14 +30,14 @@ class Change:
         offloads: Their inputs wait in the memory of the CPU.
     """
 
-    mesh: tuple[tuple[str, int], ...] | None = None
+    mesh: Mapping[str, int] | None = None
     recomputes: bool = False
     offloads: bool = False
 
     def __str__(self) -> str:
         parts = []
         if self.mesh is not None:
-            parts.append("--mesh " + ",".join(f"{name}={size}" for name, size in self.mesh))
+            parts.append("--mesh " + ",".join(f"{name}={size}" for name, size in self.mesh.items()))
         if self.recomputes:
             option = ", offload=True" if self.offloads else ""
             parts.append(f"weft.recompute(model, ctx, blocks=...{option}) before the strategy")
@@ -46,12 +46,12 @@ class Change:
 
 def changes(mesh: Mapping[str, int] | None) -> Iterator[Change]:
     """Changes to try, small ones first: a wider shard axis, recompute, yet wider ones, the widest with it, offload."""
-    meshes: list[tuple[tuple[str, int], ...]] = []
+    meshes: list[Mapping[str, int]] = []
     if mesh is not None and {"replica", "shard"} <= mesh.keys():
         replicas, ranks = mesh["replica"], mesh["replica"] * mesh["shard"]
         while replicas > 1:
             replicas //= next(factor for factor in range(2, replicas + 1) if replicas % factor == 0)
-            meshes.append(tuple({**mesh, "replica": replicas, "shard": ranks // replicas}.items()))
+            meshes.append({**mesh, "replica": replicas, "shard": ranks // replicas})
     yield from (Change(mesh=each) for each in meshes[:1])
     yield Change(recomputes=True)
     yield from (Change(mesh=each) for each in meshes[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -20,15 +21,9 @@ def distinct_ranks(rehearse: Callable[[int], Rehearsal]) -> tuple[Rehearsal, ...
     Args:
         rehearse: Rehearses a rank.
     """
-    known = {0: rehearse(0)}
-    sizes = [size for _, size in known[0].mesh]
+    of = functools.cache(rehearse)
+    sizes = [size for _, size in of(0).mesh]
     strides = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
-
-    def of(rank: int) -> Rehearsal:
-        if rank not in known:
-            known[rank] = rehearse(rank)
-        return known[rank]
-
     kinds = [_along(size, stride, of) for size, stride in zip(sizes, strides, strict=True)]
     alike: dict[tuple[object, ...], list[int]] = {}
     for choice in itertools.product(*kinds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,9 +18,9 @@ from weft.rehearsal.table import columns, size_text
 
 WIDTHS = MappingProxyType({"fp32": 4.0, "bf16-true": 2.0, "int8": 1.0, "int4": 0.5})  # bytes of an element of a weight
 TRAINABLE = ("fp32", "bf16-true")
-STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
 OPTIMIZERS = MappingProxyType({"sgd": 0, "momentum": 1, "adamw": 2, "adamw-8bit": 2})  # values of state per element
-_DIVIDED = MappingProxyType({"replicate": "", "zero1": "o", "zero2": "og", "zero3": "ogp"})
+# What of state, gradients and parameters is divided among the ranks.
+STRATEGIES = MappingProxyType({"replicate": "", "zero1": "o", "zero2": "og", "zero3": "ogp"})
 _MIN_8BIT, _BLOCK_8BIT = 4096, 256  # of torchao and bitsandbytes: smaller tensors keep the state of AdamW
 _SHOWN = 8
 
@@ -63,13 +64,10 @@ class Estimate:
     @property
     def blocks(self) -> tuple[ModelBlock, ...]:
         """The parts of the model in their order; equal ones that only differ by a number together."""
-        sizes: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
         for name, shape in self.shapes:
-            sizes[_block(name)] = sizes.get(_block(name), 0) + math.prod(shape)
-        groups: dict[tuple[str, int], int] = {}
-        for name, size in sizes.items():
-            key = re.sub(r"(^|\.)\d+$", r"\1*", name), size
-            groups[key] = groups.get(key, 0) + 1
+            sizes[_block(name)] += math.prod(shape)
+        groups = Counter((re.sub(r"(^|\.)\d+$", r"\1*", name), size) for name, size in sizes.items())
         return tuple(ModelBlock(name, count, size) for (name, size), count in groups.items())
 
     def weights(self, dtype: str = "fp32") -> int:
@@ -108,7 +106,7 @@ class Estimate:
             9.0
         """
         _known("optimizer", optimizer, OPTIMIZERS)
-        divided = _DIVIDED[_known("strategy", strategy, _DIVIDED)]
+        divided = STRATEGIES[_known("strategy", strategy, STRATEGIES)]
         width = int(WIDTHS[_known("dtype", dtype, TRAINABLE)])
         check_count("Estimate.training", "ranks", ranks, fix="ranks=8")
 

@@ -209,7 +209,8 @@ def simulated(
 
         found, simulation, group = _with_peers(run_as, rank, mail)
         axes = group.axes or asked
-        moments = found.allocations.moments()
+        moments = found.moments()
+        setup, messages, exchange = found.messages(axes, links.per_node)
         return Rehearsal(
             program=name,
             rank=rank,
@@ -220,9 +221,9 @@ def simulated(
             at_rest=moments[-1].at_rest,
             peak=max((each.peak for each in moments), key=lambda memory: memory.total),
             timeline=moments,
-            setup=found.traffic.setup(axes, links.per_node),
-            messages=found.traffic.of_step(axes, links.per_node),
-            exchange=found.traffic.of_exchange(axes, links.per_node),
+            setup=setup,
+            messages=messages,
+            exchange=exchange,
             saved=group.saved,
             assumed=tuple(simulation.assumed),
             links=links,

@@ -106,26 +106,17 @@ class Rehearsal:
                 expected=f'JSON with "format": "{_FORMAT}"',
                 fix="weft rehearse --ranks 8 --json rehearsal.json train.py",
             )
-        built: dict[str, Any] = {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
-        return cls(
-            **{
-                **values,
-                **built,
-                "mesh": tuple((name, size) for name, size in values["mesh"]),
-                "at_rest": _memory(values["at_rest"]),
-                "peak": _memory(values["peak"]),
-                "timeline": tuple(
-                    Moment(each["label"], _memory(each["at_rest"]), _memory(each["peak"]))
-                    for each in values["timeline"]
-                ),
-                "setup": tuple(Message(**each) for each in values["setup"]),
-                "messages": tuple(Message(**each) for each in values["messages"]),
-                "exchange": tuple(Message(**each) for each in values.get("exchange", ())),
-                "links": Links(
-                    tuple(values["links"]["intra"]), tuple(values["links"]["inter"]), values["links"]["per_node"]
-                ),
-            }
-        )
+        moments = [(each["label"], _memory(each["at_rest"]), _memory(each["peak"])) for each in values["timeline"]]
+        for name in ("setup", "messages", "exchange"):
+            values[name] = [Message(**each) for each in values.get(name, ())]
+        values |= {
+            "mesh": [tuple(axis) for axis in values["mesh"]],
+            "at_rest": _memory(values["at_rest"]),
+            "peak": _memory(values["peak"]),
+            "timeline": [Moment(*each) for each in moments],
+            "links": Links(**_with_tuples(values["links"])),
+        }
+        return cls(**_with_tuples(values))
 
     def __str__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh)
@@ -177,6 +168,11 @@ class Difference:
 
     def __str__(self) -> str:
         return table.difference(self.rows)
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """In place of the lists of JSON."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _memory(values: dict[str, Any]) -> Memory:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from weft.context.rank_facts import on_nodes
 from weft.errors import ContextError
 from weft.peers.pretended import Mail
 from weft.private_names import replaced
@@ -161,10 +162,9 @@ def _until(steps: int, found: ProgramObserver) -> Iterator[_Made]:
 @contextlib.contextmanager
 def _as_main(script: Path, arguments: Sequence[str], per_node: int) -> Iterator[None]:
     """As a launcher that starts `python script arguments` has it; what it prints goes to stderr."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    local_size = min(per_node, size - rank // per_node * per_node)
-    facts = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": local_size}
-    os.environ.update({name: str(number) for name, number in facts.items()})  # until the rehearsal is over
+    place = on_nodes(dist.get_rank(), dist.get_world_size(), per_node)
+    names = ("rank", "world_size", "local_rank", "local_world_size")
+    os.environ.update({name.upper(): str(place[name]) for name in names})  # until the rehearsal is over
     path = [str(script.resolve().parent), *sys.path]
     with replaced(sys, argv=[str(script), *arguments], path=path), contextlib.redirect_stdout(sys.stderr):
         yield

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from weft.errors import value_error
 from weft.rehearsal.result import Rehearsal
-from weft.rehearsal.table import columns, size_text
+from weft.rehearsal.table import columns, error_line, size_text
 
 _MARK = "* nothing else in the table needs less memory without sending more, or sends less without needing more"
 
@@ -25,7 +25,7 @@ class Candidate:
     """
 
     arguments: tuple[str, ...]
-    mesh: tuple[tuple[str, int], ...] | None
+    mesh: Mapping[str, int] | None
     label: str
 
 
@@ -82,7 +82,7 @@ def candidates(
         if axes:
             words["mesh"] = ",".join(f"{name}={size}" for name, size in mesh.items())
         filled = tuple(_filled(each, words) for each in arguments)
-        found.append(Candidate(filled, tuple(mesh.items()) if axes and not in_script else None, label))
+        found.append(Candidate(filled, mesh if axes and not in_script else None, label))
     return found
 
 
@@ -135,10 +135,5 @@ def table(trials: Sequence[Trial], limit: float = math.inf) -> str:
         row = (f"{'*' if each in best else ' '} {each.choice.label}", *sizes, f"{found.communication_s:.3g} s")
         rows.append((*row, "yes" if each.costs[0] <= limit else "no") if limit < math.inf else row)
     parts = [f"{columns(rows)}\n{_MARK}"] if ran else []
-    failed = [f"  {each.choice.label}: {_reason(each.error)}" for each in trials if each.error is not None]
+    failed = [f"  {each.choice.label}: {error_line(each.error)}" for each in trials if each.error is not None]
     return "\n\n".join([*parts, *(["\n".join(["failed", *failed])] if failed else [])])
-
-
-def _reason(error: Exception) -> str:
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}"

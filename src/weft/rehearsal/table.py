@@ -25,6 +25,11 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def error_line(error: BaseException | None) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 def columns(rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
     """Rows under each other, the first `left` columns to the left and the others to the right."""
     rows = [list(row) for row in rows]

@@ -158,12 +158,12 @@ def _check_equal(what: str, name: str, experts: nn.ModuleList) -> None:
 
 def _check_own(what: str, module: nn.Module, experts: Experts) -> None:
     """Raise if the parameters of experts are used elsewhere, or are no longer plain."""
-    cut: dict[int, str] = {}
+    cut: set[int] = set()  # ids of their parameters
     uses: dict[int, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         uses.setdefault(id(p), []).append(name)
     for name, part in experts.packed.items():
-        cut |= {id(p): f"{name}.{own}" for own, p in part.named_parameters(recurse=False)}
+        cut |= {id(p) for p in part.parameters(recurse=False)}
         stacked = [own for own, b in part.named_buffers(recurse=False) if b.dim() and len(b) == _stacked(part)]
         if stacked:
             raise value_error(
@@ -172,8 +172,7 @@ def _check_own(what: str, module: nn.Module, experts: Experts) -> None:
                 expected="experts of parameters alone",
                 fix=f"weft.{what}(..., experts=...) without {name!r}",
             )
-    for name, part in experts.lists.items():
-        cut |= {id(p): f"{name}.{own}" for own, p in part.named_parameters()}
+    cut |= {id(p) for part in experts.lists.values() for p in part.parameters()}
     tied = [" = ".join(names) for one, names in uses.items() if one in cut and len(names) > 1]
     if tied:
         raise value_error(

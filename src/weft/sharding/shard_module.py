@@ -121,7 +121,6 @@ def shard_module(
     source = with_values(what, module, ctx, sub, weights, on_meta=on_meta)
     if source is None and sub.group is not None:
         broadcast_state(module, found, ctx, flat)
-    sharded: Any = None
     if sub.world_size > 1:
         assert sub.group is not None
         dims = {plan.unit_of[name]: own for name, own in others.items() if own and name in plan.unit_of}
@@ -132,7 +131,8 @@ def shard_module(
             specs=put_on_our_mesh(module, found, ctx, axes, options.ignored),
             other_meshes={unit: OtherMesh(mesh_along(ctx, dims[unit]), sub.world_size) for unit in sorted(dims)},
         )
-        sharded = ctx.engine.shard(module, mesh_along(ctx, axes), sub.group, options, Ledger(sub.world, what))
+        peers = Ledger(sub.world, what, copies=ctx.on(axes[0]).world if len(axes) > 1 else None)
+        sharded: Any = ctx.engine.shard(module, mesh_along(ctx, axes), sub.group, options, peers)
     else:
         sharded = apply_layout(module, ctx, flat, "all")
     exchange_parameters(module, old, rebind)

@@ -155,17 +155,11 @@ def stages_of(plan: PipelinePlan, name: str) -> list[int]:
 
 def _chain(module: nn.Module) -> tuple[list[str], int]:
     """The layers in the order in which they are called, and how many of them are blocks."""
-    planned = _planned(module)
-    layers = list(_expanded(module, "", planned))
+    planned = getattr(getattr(module, "config", None), "base_model_pp_plan", None)  # of transformers
+    layers = list(_expanded(module, "", planned if isinstance(planned, Mapping) else {}))
     lists = [name for name, part in module.named_modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
     blocks = [layer for layer in layers if any(layer.rpartition(".")[0] == name for name in lists)]
     return layers, len(blocks) or len(layers)
-
-
-def _planned(module: nn.Module) -> Mapping[str, Any]:
-    """What transformers says of the order of the parts of its base model."""
-    plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None)
-    return plan if isinstance(plan, Mapping) else {}
 
 
 def _expanded(module: nn.Module, prefix: str, planned: Mapping[str, Any]) -> Iterator[str]:

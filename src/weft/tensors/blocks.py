@@ -220,15 +220,11 @@ def whole_along(tensor: torch.Tensor, count: int, mesh: Any = None) -> Any:
     cut: Any = tensor.detach()
     own, placements = cut.device_mesh, cut.placements
     part: torch.Tensor = cut.to_local()
-    if count == own.ndim:
-        for dim, placement in enumerate(placements):
-            part = part if placement.is_replicate() else _gathered(part, own, dim, placement.dim, cut.shape)
-        return part
-    rest = own[own.mesh_dim_names[count:]] if mesh is None else mesh
-    shape = block_of(cut.shape, rest, placements[count:]).shape
+    rest = own[own.mesh_dim_names[count:]] if mesh is None and count < own.ndim else mesh
+    shape = cut.shape if rest is None else block_of(cut.shape, rest, placements[count:]).shape
     for dim, placement in enumerate(placements[:count]):
         part = part if placement.is_replicate() else _gathered(part, own, dim, placement.dim, shape)
-    return as_dtensor(part, rest, placements[count:], cut.shape, cut.stride())
+    return part if rest is None else as_dtensor(part, rest, placements[count:], cut.shape, cut.stride())
 
 
 def unsharded_parameter(parameter: Any, spec: Any) -> nn.Parameter:

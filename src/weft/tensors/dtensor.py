@@ -75,18 +75,17 @@ def groups_of(unit: Any) -> list[Any]:
 @contextlib.contextmanager
 def kept_prefetches(groups: Iterable[Any]) -> Iterator[None]:
     """Let calls inside not change by which groups of parameters backward gathers ahead."""
-    found = [(one, torch_internals.CONTEXT_CALLS.get(torch_internals.GROUP_CONTEXT.of(one))) for one in groups]
-    begun = [(one, order) for one, order in found if order is not None]
-    indices = [list(torch_internals.GROUP_CALLS.of(one)) for one, _ in begun]
-    orders = {id(order): order for _, order in begun}
-    lengths = {key: len(order) for key, order in orders.items()}
+    calls: list[list[Any]] = []
+    for one in groups:
+        order = torch_internals.CONTEXT_CALLS.get(torch_internals.GROUP_CONTEXT.of(one))
+        if order is not None:
+            calls += [order, torch_internals.GROUP_CALLS.of(one)]
+    before = [list(one) for one in calls]
     try:
         yield
     finally:
-        for key, order in orders.items():
-            del order[lengths[key] :]
-        for (one, _), before in zip(begun, indices, strict=True):
-            torch_internals.GROUP_CALLS.of(one)[:] = before
+        for one, found in zip(calls, before, strict=True):
+            one[:] = found
 
 
 def spec_of(parameter: Any) -> Any:

@@ -126,9 +126,7 @@ def pair_rounds(blocks: torch.Tensor, rank: int) -> Iterator[tuple[torch.Tensor,
 
 def in_pairs(group: Any, buffer: torch.Tensor, size: int) -> bool:
     """Whether messages between pairs of ranks can be sent, and cost less than gloo's collectives."""
-    if size & (size - 1) or buffer.device.type != "cpu":
-        return False
-    return _is_gloo(group)
+    return size & (size - 1) == 0 and buffer.device.type == "cpu" and _is_gloo(group)
 
 
 def _is_gloo(group: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -114,19 +113,16 @@ def generator_state(generator: Generator) -> Any:
     return numpy_json(*generator.get_state(legacy=True))
 
 
-def prepare_generator(generator: Generator, state: Any, *, new: tuple[int, int, int, str]) -> Callable[[], object]:
+def prepare_generator(generator: Generator, state: Any) -> Callable[[], object]:
     """Check a state without setting it; call the result to continue from it.
 
     Args:
         generator: Of the kind that the state was read from.
-        state: From `generator_state`; None for a new one.
-        new: Seed, step, rank and name, of which a new state is a function.
+        state: From `generator_state`.
 
     Raises:
         ValueError: It is not a state of such a generator; a TypeError or LookupError means the same.
     """
-    if state is None:
-        return seeding(generator, zlib.crc32(" ".join(map(str, new)).encode()))
     if isinstance(generator, torch.Generator):
         values = torch_state(state)
         try:

@@ -8,8 +8,7 @@ element alike (`zero_`, `mul_`, `div_`, and their `_foreach` forms) works on the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,28 +19,16 @@ from weft import torch_internals
 from weft.errors import ContractError
 from weft.tensors.nested import tensors
 
-_EACH: Mapping[Any, Any] = MappingProxyType(
-    {
-        torch.ops.aten.zero_.default: torch.Tensor.zero_,
-        torch.ops.aten.mul_.Tensor: torch.Tensor.mul_,
-        torch.ops.aten.mul_.Scalar: torch.Tensor.mul_,
-        torch.ops.aten.div_.Tensor: torch.Tensor.div_,
-        torch.ops.aten.div_.Scalar: torch.Tensor.div_,
-    }
-)
-_ADD = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+_OPS = torch.ops.aten
+_EACH = frozenset((_OPS.zero_.default, _OPS.mul_.Tensor, _OPS.mul_.Scalar, _OPS.div_.Tensor, _OPS.div_.Scalar))
+_ADD = (_OPS.add.Tensor, _OPS.add_.Tensor)
 
 
 @functools.cache
-def _foreach() -> dict[Any, Any]:
+def _foreach() -> tuple[Any, ...]:
+    """What works on the elements of many tensors, `zero_` first."""
     zero, mul, div = (one.found for one in torch_internals.FOREACH_OPS)
-    return {
-        zero.default: torch_internals.foreach_zero.found,
-        mul.Scalar: torch_internals.foreach_mul.found,
-        mul.Tensor: torch_internals.foreach_mul.found,
-        div.Scalar: torch_internals.foreach_div.found,
-        div.Tensor: torch_internals.foreach_div.found,
-    }
+    return zero.default, mul.Scalar, mul.Tensor, div.Scalar, div.Tensor
 
 
 class CutGradient(torch.Tensor):
@@ -107,24 +94,24 @@ class CutGradient(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:
+        if func is _OPS.detach.default:
             return args[0]
         if func in _ADD and torch_internals.graph_task_id() != -1 and isinstance(args[0], cls):
             return args[0]._take(args[1])  # autograd adds to the gradient there is
-        if func is torch.ops.aten.zero_.default and isinstance(args[0], cls) and args[0].spent:
+        if func is _OPS.zero_.default and isinstance(args[0], cls) and args[0].spent:
             args[0].cleared = True
             return args[0]
         if func in _EACH and isinstance(args[0], cls):
-            _EACH[func](args[0].piece(), *args[1:])
+            func(args[0].piece(), *args[1:])
             return args[0]
         if func in _foreach():
             given: Sequence[torch.Tensor] = args[0]
-            if _foreach()[func] is torch_internals.foreach_zero.found:
+            if func is _foreach()[0]:
                 spent = [one for one in given if isinstance(one, cls) and one.spent]
                 for one in spent:
                     one.cleared = True
                 given = [one for one in given if not any(one is other for other in spent)]
-            _foreach()[func]([one.piece() if isinstance(one, cls) else one for one in given], *args[1:])
+            func([one.piece() if isinstance(one, cls) else one for one in given], *args[1:])
             return None
         names = [one.parameter_name for one in tensors(args) if isinstance(one, cls)]
         raise ContractError(

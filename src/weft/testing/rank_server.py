@@ -12,7 +12,6 @@ import gc
 import importlib
 import json
 import os
-import pkgutil
 import signal
 import socket
 import sys
@@ -31,15 +30,12 @@ def main(fd: int) -> None:
     import torch  # noqa: PLC0415  (after the arguments are known to be right)
     import torch.distributed.fsdp  # noqa: PLC0415, F401
 
-    for package in ("weft.checkpoint", "weft.monitoring", "weft.rehearsal.rehearse", "weft.transforms"):
-        importlib.import_module(package)
-    for module in pkgutil.iter_modules(sys.modules["weft.transforms"].__path__):
-        importlib.import_module(f"weft.transforms.{module.name}")
+    for module in ("weft.checkpoint", "weft.monitoring", "weft.rehearsal.rehearse", "weft.launching.preload"):
+        importlib.import_module(module)
     for name in ("pytest", "hypothesis"):  # which modules of tests import
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
-    torch.optim.SGD([torch.zeros(1)])  # any optimizer imports torch._dynamo; here once for all ranks
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # a collection in a rank need not look at what was imported here

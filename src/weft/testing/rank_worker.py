@@ -80,7 +80,7 @@ def _run(job: dict[str, Any], size: int, printed: Path, whole: set[tuple[int, in
         data = pickle.dumps(answer)
         pickle.loads(data)
     except Exception as error:  # noqa: BLE001  (whatever a value's pickling raises is the test's to see)
-        text = f"the result cannot be sent back: {type(error).__name__}: {error}"
+        text = answer.get("trace") or f"the result cannot be sent back: {type(error).__name__}: {error}"
         return pickle.dumps({**answer, "ok": False, "result": None, "error": None, "trace": text}), True
     return data, not answer["ok"]
 
@@ -101,12 +101,7 @@ def _call(job: dict[str, Any], size: int) -> dict[str, Any]:
                 raise RuntimeError(f"SystemExit({error.code!r}): a rank has to return or raise") from error
         return {"ok": True, "result": result, "abandoned": ctx.world.root.abandoned}
     except BaseException as error:  # noqa: BLE001  (SystemExit and KeyboardInterrupt are failures here too)
-        trace = traceback.format_exc()
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # noqa: BLE001
-            return {"ok": False, "error": None, "trace": trace}
-        return {"ok": False, "error": error.with_traceback(None), "trace": trace}
+        return {"ok": False, "trace": traceback.format_exc(), "error": error.with_traceback(None)}
 
 
 def _context(options: dict[str, Any], size: int) -> DistContext:

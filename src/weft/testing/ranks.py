@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from weft.checks import check_count
 from weft.engines.probes import ProbeMode
-from weft.errors import WeftError, type_error
+from weft.errors import WeftError
+from weft.launching.mailbox import dumps
 from weft.peers.connect import listen_at
 from weft.testing.rank_worker import OUTERMOST, STACK_SIGNAL
 from weft.testing.ranks_failed import failure_of
@@ -85,6 +86,8 @@ def run_ranks(
 
     Raises:
         RanksFailed: `fn` raised, a rank died, or the time was over; with each rank's traceback.
+        TypeError: `fn` or its arguments cannot be pickled.
+        MissingExtra: They cannot be pickled without cloudpickle.
 
     Example:
         >>> def double(ctx, x):
@@ -118,8 +121,9 @@ class RankPool:
         """As `run_ranks`, which has the same arguments, on ranks of this pool."""
         check_count("run_ranks", "n", n, below=65, fix="run_ranks(fn, 2)")
         options = {name: kwargs.pop(name, default) for name, default in _OPTIONS.items()}
+        what = f"run_ranks: {getattr(fn, '__qualname__', fn)} and its arguments"
         job = {
-            "call": _pickled(fn, args, kwargs),
+            "call": dumps((fn, args, kwargs), what, extra="test"),
             "folder": str(Path.cwd()),
             "path": list(sys.path),
             "environment": {**os.environ, "OMP_NUM_THREADS": "1"},
@@ -185,7 +189,7 @@ class _Server:
         fd = listen_at("127.0.0.1", 0)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=fd)
         self._names = itertools.count()
-        self._finalizer = weakref.finalize(self, _end_server, self._process, self._control, self.folder)
+        self.close = weakref.finalize(self, _end_server, self._process, self._control, self.folder)
         if self._lines.readline() != "ready\n":
             raise WeftError("run_ranks: the process that ranks are forked from did not start; see its output above")
 
@@ -212,9 +216,6 @@ class _Server:
         answer = json.loads(self._lines.readline())["ended"]
         return {int(pid): code for pid, code in answer.items()}
 
-    def close(self) -> None:
-        self._finalizer()
-
 
 def _end_server(process: subprocess.Popen[bytes], control: socket.socket, folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
@@ -234,18 +235,13 @@ class _RankWorld:
     def __init__(self, server: _Server, n: int, backend: str) -> None:
         self._server = server
         self._pids, self._pipes = server.fork(n, backend)
-        self._wait_until_ready()
-
-    def _wait_until_ready(self) -> None:
-        """Wait until all ranks have met, so that this takes nothing from the time of the first call."""
-        try:
+        try:  # all meet now, so that this takes nothing from the time of the first call
             for pipe in self._pipes:
                 pipe.recv_bytes()  # or the rank ends: its own meeting has a timeout
-        except (EOFError, ConnectionResetError) as error:
+        except BaseException as error:
             self.kill()
-            raise WeftError("run_ranks: a rank could not join its group; see its output above") from error
-        except BaseException:
-            self.kill()
+            if isinstance(error, (EOFError, ConnectionResetError)):
+                raise WeftError("run_ranks: a rank could not join its group; see its output above") from error
             raise
 
     def is_ready(self) -> bool:
@@ -266,8 +262,7 @@ class _RankWorld:
                 try:
                     answers[rank] = pickle.loads(waiting[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    answers[rank] = {"ok": False, "error": None, "trace": "", "died": True}
-                    answers[rank]["output"] = self._printed(rank)
+                    answers[rank] = {"ok": False, "died": True, "output": self._printed(rank)}
                 del waiting[rank]
                 if not answers[rank]["ok"]:
                     end = min(end, time.monotonic() + _GRACE_S)
@@ -300,10 +295,8 @@ class _RankWorld:
         for pid, pipe in zip(self._pids, self._pipes, strict=True):
             pipe.close()
             if pid not in ended:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, 9)
-                except ProcessLookupError:
-                    continue
         return {rank: ended[pid] for rank, pid in enumerate(self._pids) if pid in ended}
 
 
@@ -322,25 +315,6 @@ def _is_closed(pipe: Connection) -> bool:
     except (EOFError, ConnectionResetError):
         return True
     return False
-
-
-def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    call = (fn, tuple(args), dict(kwargs))
-    try:
-        import cloudpickle  # noqa: PLC0415  (an extra)
-    except ImportError:
-        cloudpickle = None
-    try:
-        data: bytes = cloudpickle.dumps(call) if cloudpickle is not None else pickle.dumps(call)
-    except Exception as error:
-        raise type_error(
-            f"run_ranks: {getattr(fn, '__qualname__', fn)!s} and its arguments cannot be sent to the ranks",
-            found=f"{type(error).__name__}: {error}",
-            expected="a function of a module and arguments that pickle"
-            + (", or cloudpickle" if cloudpickle is None else ""),
-            fix="pip install 'torchweft[test]'" if cloudpickle is None else "build such arguments inside the function",
-        ) from error
-    return data
 
 
 def _show(answers: Mapping[int, Mapping[str, Any]]) -> None:

@@ -89,8 +89,8 @@ def _run(ctx: DistContext, program: Callable[..., Any], args: tuple[Any, ...], s
     found = ProgramObserver()
     ctx.mesh  # noqa: B018  (made here, as in a rehearsal)
     observe_steps(lambda ctx: program(ctx, *args), ctx, steps, found, finish_messages)
-    place = dict(ctx.axes), ctx.local_world_size
-    return found.allocations.moments(), found.traffic.of_step(*place), found.traffic.of_exchange(*place)
+    _, messages, exchange = found.messages(dict(ctx.axes), ctx.local_world_size)
+    return found.moments(), messages, exchange
 
 
 def _kinds(memory: Memory) -> dict[str, int]:

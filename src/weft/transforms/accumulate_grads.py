@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, NotRequired, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -41,25 +41,21 @@ B = TypeVar("B")
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module])
 
 
+class _WindowOptions(TypedDict):
+    """What a call gives besides modules and a loader: loaders of torch tell the type of their batches otherwise."""
+
+    steps: Steps
+    remainder: NotRequired[Remainder]
+    reduce: NotRequired[Reduce]
+
+
 @overload
 def accumulate_grads(
-    modules: M,
-    loader: DataLoader[B],
-    ctx: DistContext,
-    *,
-    steps: Steps,
-    remainder: Remainder = "step",
-    reduce: Reduce = "last",
+    modules: M, loader: DataLoader[B], ctx: DistContext, **options: Unpack[_WindowOptions]
 ) -> tuple[M, Windows[B], DistContext]: ...
 @overload
 def accumulate_grads(
-    modules: M,
-    loader: Iterable[B],
-    ctx: DistContext,
-    *,
-    steps: Steps,
-    remainder: Remainder = "step",
-    reduce: Reduce = "last",
+    modules: M, loader: Iterable[B], ctx: DistContext, **options: Unpack[_WindowOptions]
 ) -> tuple[M, Windows[B], DistContext]: ...
 @transform(phase=Phase.FINISH, changes=Part.GRADIENTS, collective=True)
 def accumulate_grads(
@@ -158,7 +154,10 @@ def accumulate_grads(
     parts = tuple(name for name, _ in ctx.axes if name in axes.difference(ctx.data_axes))
     splitter: WindowSplitter[Any] = WindowSplitter(steps, remainder, WindowSync(reduce, syncs, means.pop(), ctx, parts))
     windows = windowed(loader, splitter)
-    ctx.agree("accumulate_grads", _facts(windows, splitter))
+    # Ranks that differ in one of these would wait for each other for ever.
+    number: object = f"schedule, at first {splitter.size_of(0)}" if callable(steps) else steps
+    facts = {"steps": number, "remainder": remainder, "reduce": reduce}
+    ctx.agree("accumulate_grads", facts | ({"windows per epoch": known_length(windows)} if syncs else {}))
     for each in watched:
         each.begin()
     return modules, windows, ctx
@@ -213,15 +212,3 @@ def _means(module: nn.Module) -> set[int]:
     means = {math.prod(each) for each in found if each}
     means = {apart * mean for mean in means - {1} or means}
     return means or ({apart} if apart > 1 else means)
-
-
-def _facts(windows: Any, splitter: WindowSplitter[Any]) -> dict[str, object]:
-    """What the ranks have to agree on, or they would wait for each other for ever."""
-    facts: dict[str, object] = {
-        "steps": f"schedule, at first {splitter.size_of(0)}" if callable(splitter.steps) else splitter.steps,
-        "remainder": splitter.remainder,
-        "reduce": splitter.sync.reduce,
-    }
-    if splitter.sync.syncs:
-        facts["windows per epoch"] = known_length(windows)
-    return facts

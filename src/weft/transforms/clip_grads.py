@@ -218,18 +218,11 @@ def _check_real(parts: list[_Part]) -> None:
 
 
 def _check_options(max_norm: object, max_value: object, norm_type: object, nonfinite: object) -> None:
-    for name, value in (("max_norm", max_norm), ("max_value", max_value), ("norm_type", norm_type)):
-        if value is None and name != "norm_type":
-            continue
-        is_type = name == "norm_type"
-        check_limit(
-            "clip_grads",
-            name,
-            value,
-            call=f"weft.clip_grads(model, ctx, {'max_norm=1.0, ' * is_type}{name}=",
-            default="2.0" if is_type else "1.0",
-            more="" if is_type else " or None, for no clipping",
-        )
+    call = "weft.clip_grads(model, ctx, "
+    for name, limit in (("max_norm", max_norm), ("max_value", max_value)):
+        if limit is not None:
+            check_limit("clip_grads", name, limit, call=f"{call}{name}=", more=" or None, for no clipping")
+    check_limit("clip_grads", "norm_type", norm_type, call=f"{call}max_norm=1.0, norm_type=", default="2.0")
     if max_norm is not None and max_value is not None:
         raise value_error(
             "clip_grads: max_norm and max_value exclude each other",

@@ -44,11 +44,11 @@ def full_grads(module: nn.Module, ctx: DistContext) -> dict[str, torch.Tensor]:
     check_module("full_grads", module, fix="gradients = weft.full_grads(model, ctx)")
     ctx.require_collective("full_grads")
     drop_gathered(module)
-    found = {name: None if is_elsewhere(p) else p.grad for name, p in module.named_parameters()}
-    names = {id(p): name for name, p in module.named_parameters()}
-    keepers = [(part, offer) for part in module.modules() for offer in offered(part, KeepsParameters)]
-    for part, offer in keepers:
-        for own, p in part.named_parameters():
-            found[names[id(p)]] = offer.full_gradient(own)
-    kept = {names[id(p)] for part, _ in keepers for p in part.parameters()}
-    return {name: g if name in kept else full_tensor(g) for name, g in found.items() if g is not None}
+    kept = {
+        id(p): offer.full_gradient(name)
+        for part in module.modules()
+        for offer in offered(part, KeepsParameters)
+        for name, p in part.named_parameters()
+    }
+    found = {name: kept.get(id(p), None if is_elsewhere(p) else p.grad) for name, p in module.named_parameters()}
+    return {name: full_tensor(gradient) for name, gradient in found.items() if gradient is not None}

@@ -73,7 +73,8 @@ def full_params(
             expected="fully_shard, or zero_partition of torch's engine",
             fix='weft.zero_partition(model, optimizer, ctx, stage=3, engine="torch")',
         )
-    cut = _cut_otherwise(module, ctx) if forward else []
+    found = layouts(module, ctx) if forward else {}
+    cut = [name for name, one in found.items() if not set(one.cut).issubset(one.reduce_over)]
     if cut:
         raise ContractError(
             f"full_params: a {type(module).__name__} cannot be called by one rank alone",
@@ -108,8 +109,3 @@ def _gathered(
             for sharded in offered(part, ComputesAlone):
                 stack.enter_context(sharded.alone())
         yield
-
-
-def _cut_otherwise(module: nn.Module, ctx: DistContext) -> list[str]:
-    """The parameters that are cut over axes that are no strategy's."""
-    return [name for name, one in layouts(module, ctx).items() if not set(one.cut).issubset(one.reduce_over)]

@@ -10,13 +10,13 @@ import torch
 from weft.checks import check_optimizer
 from weft.context import DistContext
 from weft.contract import KeepsParameters, Part, Phase, offered, transform
+from weft.contract.marks import known_modules
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.steps.in_backward import check_has_gradients
 from weft.engines.torch.steps.skip import SkippingStep
 from weft.errors import OrderError, listed, type_error, value_error
 from weft.grads.chain import GradChain, name_of
 from weft.grads.elements import skip_step, skipping_step
-from weft.grads.limits import known_modules
 from weft.grads.named_grads import Element
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741

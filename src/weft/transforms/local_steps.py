@@ -163,11 +163,8 @@ def averaged(module: nn.Module, ctx: DistContext) -> Iterator[None]:
             fix="model, optimizer, ctx = weft.local_steps(model, optimizer, ctx, every=16)",
         )
     ctx.agree("averaged")
-    before = found[-1].put_mean()
-    try:
+    with found[-1].averaged():
         yield
-    finally:
-        found[-1].put_back(before)
 
 
 def _axis(ctx: DistContext, axis: str | None) -> str:

@@ -5,7 +5,7 @@ The machinery is in `weft.data.split`, the order of an epoch in `weft.data.order
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast, overload
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -40,50 +40,30 @@ Mode = Literal["batches", "split", "dispatch", "shards"]
 Resized = Literal["error", "next_epoch"]
 
 
+class _ShardOptions(TypedDict, total=False):
+    """What any call may give besides `with_ids`, by which the type of the batches is told."""
+
+    mode: Mode
+    uneven: Uneven | None
+    seed: int | None
+    already_sharded: bool
+    resized: Resized
+    keyed: bool
+    cost: Cost | None
+    balance: Literal["samples", "tokens"]
+
+
 @overload
 def shard_data(
-    loader: DataLoader[T],
-    ctx: DistContext,
-    *,
-    mode: Mode = "batches",
-    uneven: Uneven | None = None,
-    seed: int | None = None,
-    already_sharded: bool = False,
-    resized: Resized = "error",
-    with_ids: Literal[False] = False,
-    keyed: bool = False,
-    cost: Cost | None = None,
-    balance: Literal["samples", "tokens"] = "samples",
+    loader: DataLoader[T], ctx: DistContext, *, with_ids: Literal[False] = False, **options: Unpack[_ShardOptions]
 ) -> tuple[ShardedLoader[T], DistContext]: ...
 @overload
 def shard_data(
-    loader: DataLoader[T],
-    ctx: DistContext,
-    *,
-    mode: Mode = "batches",
-    uneven: Uneven | None = None,
-    seed: int | None = None,
-    already_sharded: bool = False,
-    resized: Resized = "error",
-    with_ids: Literal[True],
-    keyed: bool = False,
-    cost: Cost | None = None,
-    balance: Literal["samples", "tokens"] = "samples",
+    loader: DataLoader[T], ctx: DistContext, *, with_ids: Literal[True], **options: Unpack[_ShardOptions]
 ) -> tuple[ShardedLoader[tuple[T, SampleIds]], DistContext]: ...
 @overload
 def shard_data(
-    loader: DataLoader[T],
-    ctx: DistContext,
-    *,
-    mode: Mode = "batches",
-    uneven: Uneven | None = None,
-    seed: int | None = None,
-    already_sharded: bool = False,
-    resized: Resized = "error",
-    with_ids: bool,
-    keyed: bool = False,
-    cost: Cost | None = None,
-    balance: Literal["samples", "tokens"] = "samples",
+    loader: DataLoader[T], ctx: DistContext, *, with_ids: bool, **options: Unpack[_ShardOptions]
 ) -> tuple[ShardedLoader[Any], DistContext]: ...
 @transform(phase=Phase.PREPARE, collective=True)
 def shard_data(
@@ -150,7 +130,8 @@ def shard_data(
             begins, in the new order.
         with_ids: Yield pairs of the batch and its `SampleIds`: sample ids and which of them are valid.
         keyed: Read every sample with random states that are a function of (seed, epoch, sample id), so
-            that random augmentation in the dataset is the same at any number of ranks and workers.
+            that random augmentation in the dataset is the same at any number of ranks and workers. A `collate_fn`
+            cannot draw then: what it draws depends on the other samples of the batch.
         cost: What a sample costs, for `balance`: a number above 0 per index of the dataset, or a function of the
             index. Lengths, or what attention costs: `lambda i: lengths[i] ** 2`.
         balance: "samples": all ranks get equally many. "tokens": the samples of each step are divided into pieces of
@@ -168,6 +149,7 @@ def shard_data(
         ValueError: Data that was split already, without `already_sharded`; an indivisible batch; fewer shards
             than ranks; samples that cannot be split as `uneven` asks.
         ContextError: The ranks pass different datasets or settings.
+        ContractError: In the loop: `collate_fn` draws random numbers, with `keyed`.
         PeerError: Another rank failed.
 
     Example:
@@ -229,7 +211,6 @@ def shard_data(
         with_ids=with_ids,
         keyed=keyed,
         uneven_ranks=uneven_ranks,
-        place=place,
         serial=serial,
         shares=ShareCheck(ctx.rank, elastic=ctx.replicas is not None),
         split_for=ctx.data_size if already_sharded else None,
@@ -242,7 +223,8 @@ def shard_data(
     if iterable and reads_here:
         stays = loader.persistent_workers and loader.num_workers > 0
         reading.stream = StreamSteps(loader.dataset, total, ctx.rank, serial, keyed=keyed, workers_stay=stays)
-    copied, offer = sharded_copy(loader, reading, ctx), _plan_of(loader, reading, mode, uneven, iterable=iterable)
+    copied = sharded_copy(loader, reading, place, ctx)
+    offer = _plan_of(loader, reading, mode, uneven, iterable=iterable)
     if offer.steps == 0:
         warn_of_no_steps(total if uneven_ranks is None or not uneven_ranks.counts else max(uneven_ranks.counts), offer)
     watch_loop(copied, ctx)

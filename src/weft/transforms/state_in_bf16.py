@@ -12,6 +12,7 @@ from weft.checks import check_count, check_optimizer
 from weft.context import DistContext
 from weft.context.placement import check_ranks_send
 from weft.contract import KeepsParameters, Part, Phase, offered, transform
+from weft.contract.marks import known_modules
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.reducing.flat_step import FlatStep
@@ -20,7 +21,6 @@ from weft.engines.torch.steps.in_backward import check_has_gradients
 from weft.engines.torch.steps.step_by_parts import AroundPart, step_by_parts
 from weft.engines.torch.steps.swapped import step_hooks
 from weft.errors import OrderError, listed, type_error
-from weft.grads.limits import known_modules
 from weft.grads.named_grads import ParameterNames
 from weft.keyed_random.elements import words_block
 from weft.rng import mix

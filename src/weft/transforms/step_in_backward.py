@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-from torch import nn
 
 from weft.checks import check_optimizer, check_torch
 from weft.context import DistContext
 from weft.context.placement import check_ranks_send
 from weft.contract import GradSync, Part, Phase, applied_to, offered, transform
+from weft.contract.marks import known_modules
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.reducing.strategy import Strategy
 from weft.engines.torch.steps.in_backward import BackwardStep, is_stepped_in_backward
@@ -86,9 +86,8 @@ def _reduced_in_backward(optimizer: torch.optim.Optimizer, ctx: DistContext) -> 
     if any(map(is_stepped_in_backward, own.values())):
         _refuse("another optimizer, which frees the gradients of the same parameters", "the other optimizer")
     found: list[torch.Tensor] = []
-    alive = {id(one): one for record in ctx.applied for ref in record.refs if (one := ref()) is not None}
-    for module in alive.values():
-        if not isinstance(module, nn.Module) or own.keys().isdisjoint(map(id, resting_parameters(module))):
+    for module in known_modules(ctx):
+        if own.keys().isdisjoint(map(id, resting_parameters(module))):
             continue
         if any(record.name == "accumulate_grads" for record in applied_to(module)):
             _refuse("accumulate_grads, which keeps gradients over micro-batches", "accumulate_grads")

@@ -15,6 +15,7 @@ from weft.checks import check_module
 from weft.context import DistContext
 from weft.context.placement import check_place, place_module
 from weft.contract import Part, Phase, check_methods, offered, transform
+from weft.contract.marks import known_modules
 from weft.contract.name_table import parts_by_name
 from weft.engines import Spmd
 from weft.engines.options import CastOptions
@@ -210,16 +211,9 @@ def _check_one_scale(module: nn.Module, precision: Precision, ctx: DistContext, 
     """Two scales on one gradient would multiply: it would overflow."""
     if precision.scaling is None:
         return
-    others = [ref() for record in ctx.applied if record.name == "with_precision" for ref in record.refs]
-    scaled = [
-        *scaled,
-        *(
-            other
-            for other in (*module.modules(), *others)
-            if isinstance(other, nn.Module) and any(offer.precision.scaling for offer in offered(other, PrecisionOffer))
-        ),
-    ]
-    taken = {id(p): type(other).__name__ for other in scaled for p in other.parameters()}
+    known = (*module.modules(), *known_modules(ctx))
+    done = [other for other in known if any(offer.precision.scaling for offer in offered(other, PrecisionOffer))]
+    taken = {id(p): type(other).__name__ for other in (*scaled, *done) for p in other.parameters()}
     names = [f"{name} (of {taken[id(p)]})" for name, p in module.named_parameters() if id(p) in taken]
     if names:
         raise value_error(

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from weft.checks import check_choice, check_module, check_optimizer
+from weft.checks import check_choice, check_module, check_optimizer, other_parameters
 from weft.context import DistContext
 from weft.context.sub_contexts import mesh_along
 from weft.contract import Phase, check_methods, check_strategy_module, layouts, reduce_dtype, transform
@@ -237,13 +237,7 @@ def _check_trainable(module: nn.Module, optimizer: torch.optim.Optimizer, stage:
             expected="parameters and state sharded the same way, as in stages 2 and 3",
             fix="weft.zero_partition(model, optimizer, ctx, stage=2)",
         )
-    own = {id(p) for p in module.parameters()}
-    strange = [
-        f"group {index}: a parameter of shape {tuple(p.shape)}"
-        for index, entry in enumerate(optimizer.param_groups)
-        for p in entry["params"]
-        if id(p) not in own
-    ]
+    strange = other_parameters(optimizer, {id(p) for p in module.parameters()})
     if strange:
         raise ContractError(
             f"zero_partition: the optimizer holds parameters that are not {type(module).__name__}'s",

@@ -188,17 +188,16 @@ def compare(
     Raises:
         CheckpointError: There are such names and `strict`; or a shape or a kind of numbers differs.
     """
-    known = {name for target in held for name in target.names}
+    here = {name: one.tensor for one in held for name in one.names}
     asked = [one for one in held if within is None or not set(one.names).isdisjoint(within)]
     missing = tuple(one.names[0] for one in asked if source.tensors.keys().isdisjoint(one.names))
-    unexpected = tuple(name for name in source.tensors if name not in known)
+    unexpected = tuple(name for name in source.tensors if name not in here)
     wrong = {
-        name: f"{name}: {stored.entry.dtype} {stored.entry.shape} for {str(one.tensor.dtype).removeprefix('torch.')} "
-        f"{tuple(one.tensor.shape)}"
-        for one in held
-        for name in one.names
-        for stored in ([source.tensors[name]] if name in source.tensors else [])
-        if stored.entry.shape != tuple(one.tensor.shape) or not same_number_kind(stored.dtype, one.tensor.dtype)
+        name: f"{name}: {stored.entry.dtype} {stored.entry.shape} for {str(tensor.dtype).removeprefix('torch.')} "
+        f"{tuple(tensor.shape)}"
+        for name, tensor in here.items()
+        if (stored := source.tensors.get(name)) is not None
+        and (stored.entry.shape != tuple(tensor.shape) or not same_number_kind(stored.dtype, tensor.dtype))
     }
     if not wrong and not (strict and (missing or unexpected)):
         return missing, unexpected
@@ -281,24 +280,21 @@ def _moves(
     held: Sequence[Target], source: WeightFiles, dtypes: Mapping[int, torch.dtype], ctx: DistContext, partly: Owners
 ) -> list[Move]:
     """What is read from where, into what, and which rank sends it to whom; see [Note: once per node]."""
-    found = [(one, [name for name in one.names if name in source.tensors]) for one in held]
+    found = [(one, names) for one in held if (names := [name for name in one.names if name in source.tensors])]
     whole = {
-        names[0]: one.tensor.nbytes
-        for one, names in found
-        if names and not is_sharded(one.tensor) and one.names[0] not in partly
+        names[0]: one.tensor.nbytes for one, names in found if not is_sharded(one.tensor) and one.names[0] not in partly
     }
     readers = share_out_writes(whole, ctx.world_size)  # who reads most has most to send
     moves: list[Move] = []
     for one, names in found:
-        if names:
-            routes: tuple[Route, ...] = ((ctx.group, readers[names[0]]),) if names[0] in readers else ()
-            if one.names[0] in partly and not is_sharded(one.tensor):
-                routes = _among_owners(partly[one.names[0]], len(moves), ctx)
-            elif is_sharded(one.tensor):
-                routes = _along_copies(names[0], one.tensor, len(moves), ctx)
-            stored = tuple(dict.fromkeys(source.tensors[name] for name in names))
-            routes = routes if ctx.world_size > 1 else ()
-            moves.append(Move(names[0], stored, one.tensor, one.parameter, dtypes[id(one.tensor)], routes))
+        if is_sharded(one.tensor):
+            routes = _along_copies(names[0], one.tensor, len(moves), ctx)
+        elif one.names[0] in partly:
+            routes = _among_owners(partly[one.names[0]], len(moves), ctx)
+        else:
+            routes = ((ctx.group, readers[names[0]]),) if ctx.world_size > 1 else ()
+        stored = tuple(dict.fromkeys(source.tensors[name] for name in names))
+        moves.append(Move(names[0], stored, one.tensor, one.parameter, dtypes[id(one.tensor)], routes))
     return moves
 
 

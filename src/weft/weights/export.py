@@ -19,6 +19,7 @@ from weft.checkpoint.format.transfer import Stored, read_in_parts
 from weft.checkpoint.state.adapters import CONFIG
 from weft.checkpoint.storage.copies import with_newest
 from weft.checkpoint.storage.find import path_or_url
+from weft.checks import option_error
 from weft.context import local
 from weft.contract.select_modules import Names
 from weft.errors import CheckpointError, value_error
@@ -171,12 +172,8 @@ def check_names(name: object, rename: object) -> None:
         ValueError: They cannot.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
-        raise value_error(
-            f"export: name = {name!r} cannot be used",
-            found=repr(name),
-            expected="a prefix of file names",
-            fix='weft.export(path, out, name="model")',
-        )
+        fix = 'weft.export(path, out, name="model")'
+        raise option_error("export", "name", name, expected="a prefix of file names", fix=fix)
     check_rename("export", rename)
 
 

@@ -42,7 +42,10 @@ def published(out: Path, source: Path, name: str) -> Iterator[Path]:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield hidden
             sync_folder(hidden)
-            _replace(out, hidden, source, name)
+            _check(out, source.resolve(), name)  # again: a good while has passed
+            old = out.with_name(f".{out.name}.{secrets.token_hex(4)}.removing")
+            take_name(hidden, out, old if out.exists() else None)
+            sync_folder(out.parent)
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
@@ -66,13 +69,6 @@ def _check(out: Path, source: Path, name: str) -> None:
             expected=f"no folder yet, an empty one, or one with an earlier export called {name!r}",
             fix=f'out = "{other.with_name(other.name + "-weights")}"',
         )
-
-
-def _replace(out: Path, hidden: Path, source: Path, name: str) -> None:
-    _check(out, source.resolve(), name)  # again: a good while has passed
-    old = out.with_name(f".{out.name}.{secrets.token_hex(4)}.removing")
-    take_name(hidden, out, old if out.exists() else None)
-    sync_folder(out.parent)
 
 
 def _clean(out: Path, kind: str) -> None:

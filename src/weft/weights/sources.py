@@ -18,6 +18,7 @@ from weft.checkpoint.format.transfer import Stored
 from weft.checkpoint.state.collect import plain_name
 from weft.checkpoint.storage.directory import Directory
 from weft.checkpoint.storage.find import check_files, complete_checkpoints
+from weft.checks import option_error
 from weft.contract.select_modules import Names, fits_pattern
 from weft.errors import CheckpointError, listed, value_error
 from weft.tensors.blocks import whole
@@ -99,12 +100,8 @@ def floating_dtype(what: str, dtype: torch.dtype | str | None) -> torch.dtype | 
     name = str(dtype).removeprefix("torch.")
     found = getattr(torch, _SHORT.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise value_error(
-            f"{what}: dtype = {dtype!r} cannot be used",
-            found=repr(dtype),
-            expected="a floating-point dtype: only tensors of these are converted",
-            fix="dtype=torch.bfloat16",
-        )
+        expected = "a floating-point dtype: only tensors of these are converted"
+        raise option_error(what, "dtype", dtype, expected=expected, fix="dtype=torch.bfloat16")
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,10 +21,13 @@ from weft.tensors.blocks import memory_of
 _BLOCK = 2**20  # bytes; fits into the caches of a core
 
 
-def write_tensors(tensors: Mapping[str, torch.Tensor], file: IO[bytes]) -> FileEntry:
-    """Write tensors as a safetensors file, one after the other.
+def tensor_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
+    """A safetensors file of tensors, part by part, for `write_parts`.
 
     A tensor may change meanwhile: each block is copied first, so that the hash is that of the bytes in the file.
+
+    Yields:
+        Bytes; each block is overwritten by the next one.
 
     Raises:
         CheckpointError: They have too many names, or too long ones, for a header that is read again.
@@ -34,8 +36,14 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], file: IO[bytes]) -> FileE
     # 1 GB, and would compare what is read with itself), wants all tensors in host memory at once, and tells of a full
     # disk by an error without errno.
     head, order = file_header(tensors)
-    parts = (memory_of(tensors[name].detach().cpu().contiguous()) for name in order)
-    return write_parts(file, itertools.chain([head], _blocks(parts)))
+    yield head
+    memory = memoryview(bytearray(_BLOCK))
+    for name in order:
+        data = memory_of(tensors[name].detach().cpu().contiguous())
+        for start in range(0, len(data), _BLOCK):
+            block = memory[: min(_BLOCK, len(data) - start)]
+            np.copyto(np.frombuffer(block, np.uint8), np.frombuffer(data[start : start + _BLOCK], np.uint8))
+            yield block
 
 
 def file_header(
@@ -67,16 +75,6 @@ def file_header(
             fix="shorter keys in state_dict(), or fewer tensors: torch.cat(tensors)",
         )
     return len(text).to_bytes(8, "little") + text, order
-
-
-def _blocks(parts: Iterable[Any]) -> Iterator[memoryview]:
-    """Copies of bytes, block by block; each is overwritten by the next one."""
-    memory = memoryview(bytearray(_BLOCK))
-    for part in parts:
-        for start in range(0, len(part), _BLOCK):
-            block = memory[: min(_BLOCK, len(part) - start)]
-            np.copyto(np.frombuffer(block, np.uint8), np.frombuffer(part[start : start + _BLOCK], np.uint8))
-            yield block
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -11,6 +11,7 @@ succeeds.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ from weft.contract import KeepsOrder, OwnsState, Stateful, StepsApart, offered
 from weft.errors import CheckpointError, listed
 from weft.tensors.blocks import Held, cut_as, hold, sharded_as
 from weft.tensors.dtensor import is_sharded, local
-from weft.tensors.rng_state import RngState, generator_kind, generator_state, is_generator, prepare_generator
+from weft.tensors.rng_state import RngState, generator_kind, generator_state, is_generator, prepare_generator, seeding
 
 
 class TensorSource(Protocol):
@@ -295,7 +296,9 @@ def _prepared_generator(key: str, generator: Any, reader: TensorSource, ctx: Dis
     if None in states:
         raise ValueError(f"no state of rank {states.index(None)}")
     found = random_states.restored_from(states, ctx.rank, ctx.world_size)
-    return prepare_generator(generator, found, new=(ctx.seed, manifest.step, ctx.rank, key))
+    if found is None:
+        return seeding(generator, zlib.crc32(f"{ctx.seed} {manifest.step} {ctx.rank} {key}".encode()))
+    return prepare_generator(generator, found)
 
 
 def _random(state: Checkpoint, reader: TensorSource, ctx: DistContext) -> Callable[[], None] | None:
@@ -334,7 +337,7 @@ def load_objects(plan: RestorePlan, ctx: DistContext, undo: contextlib.ExitStack
 
 def _load_object(obj: Any, loaded: Any, undo: contextlib.ExitStack) -> None:
     if is_generator(obj):
-        undo.callback(prepare_generator(obj, generator_state(obj), new=(0, 0, 0, "")))
+        undo.callback(prepare_generator(obj, generator_state(obj)))
         loaded()
     elif isinstance(obj, torch.optim.Optimizer):  # what it holds is replaced and not overwritten: no copy is needed
         undo.callback(_StateToLoad(obj.state_dict(), set()).load_into, obj)

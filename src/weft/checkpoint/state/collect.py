@@ -23,7 +23,7 @@ from weft.checkpoint.format.tensor_blocks import hold_savable
 from weft.checkpoint.state.adapters import adapters_of
 from weft.checkpoint.state.containers import Filled
 from weft.checkpoint.state.json_values import encode
-from weft.checks import is_of
+from weft.checks import is_of, other_parameters
 from weft.collectives.on_all_ranks import on_all
 from weft.context import Applied, DistContext
 from weft.contract import (
@@ -481,12 +481,7 @@ def _stacked(value: Any, offer: StepsApart) -> Any:
 
 def _parameters_of(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
     """Names of an optimizer's parameters, group by group."""
-    unknown = [
-        f"group {index}: a parameter of shape {tuple(p.shape)}"
-        for index, entry in enumerate(optimizer.param_groups)
-        for p in entry["params"]
-        if id(p) not in names
-    ]
+    unknown = other_parameters(optimizer, names)
     if unknown:
         raise value_error(
             f"checkpointable: {key} holds parameters that belong to no module in the state",

@@ -6,16 +6,15 @@ so; of others, each rank gets a state drawn from seed, step, rank and name.
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from weft.context import DistContext
 from weft.errors import CheckpointError
+from weft.rng import Seeds
 from weft.tensors.rng_state import RngState, numpy_json, numpy_state, python_json, python_state, to_hex, torch_state
 
 
@@ -78,9 +77,7 @@ def drawn_state(step: int, ctx: DistContext) -> Callable[[], None]:
     number = zlib.crc32(f"{ctx.seed} {step} {ctx.rank}{replica}".encode())
 
     def apply() -> None:
-        random.seed(number)
-        np.random.seed(number)
-        torch.manual_seed(number)
+        Seeds(number, (number,), number).apply()
         ctx.engine.seed(ctx.device, number)
 
     return apply

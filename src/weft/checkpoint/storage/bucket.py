@@ -282,10 +282,10 @@ class Bucket:
 
     # -- old ones --------------------------------------------------------------------------------
 
-    def set_aside(self, name: str, word: str) -> None:
+    def set_aside(self, name: str) -> None:
         """See `Storage`: its files stay where they are, and its manifest gets another name."""
         path = self._at(name, NAME)
-        self._store.pipe_file(f"{path}.{secrets.token_hex(4)}.{word}", self._store.cat_file(path))
+        self._store.pipe_file(f"{path}.{secrets.token_hex(4)}.discarded", self._store.cat_file(path))
         self._store.rm_file(path)
 
     def delete(self, name: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -109,12 +108,8 @@ def with_newest(what: str, where: Path, ctx: DistContext, work: Callable[[Path],
             try:
                 return work(here.bring(name))
             except (CheckpointError, PeerError):
-                if is_one or from_main(what, ctx, partial(_has, storage, name)):
+                if is_one or name in from_main(what, ctx, storage.names):
                     raise
-
-
-def _has(storage: Storage, name: str) -> bool:
-    return name in storage.names()
 
 
 def _chosen(what: str, where: Path) -> tuple[str | None, bool]:

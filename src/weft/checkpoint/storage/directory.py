@@ -138,9 +138,9 @@ class Directory:
 
     # -- old ones --------------------------------------------------------------------------------
 
-    def set_aside(self, name: str, word: str) -> None:
+    def set_aside(self, name: str) -> None:
         """See `Storage`."""
-        (self.where / name).rename(self._free_name(name, word))
+        (self.where / name).rename(self._free_name(name, "discarded"))
 
     def _free_name(self, name: str, word: str) -> Path:
         place = self.where / f"{name}.{word}"

@@ -106,8 +106,8 @@ class Storage(Protocol):
 
     # -- old ones --------------------------------------------------------------------------------
 
-    def set_aside(self, name: str, word: str) -> None:
-        """Give a checkpoint a name that is not one of a checkpoint: the same, with a word behind it."""
+    def set_aside(self, name: str) -> None:
+        """Give a checkpoint a name that is not one of a checkpoint: the same, with `.discarded` behind it."""
 
     def delete(self, name: str) -> None:
         """Remove a checkpoint, so that no half of it is ever seen; raises `OSError` if something stays."""

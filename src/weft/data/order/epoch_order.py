@@ -47,6 +47,7 @@ class EpochOrder:
         source: The user's sampler or batch sampler.
         known: How many units it says there are; None if it does not tell.
         costs: What samples cost, if ranks are to have equal costs.
+        is_plain: Whether orders are functions of seed, epoch and length: the source then has no state.
     """
 
     def __init__(self, source: Any, known: int | None, dataset: object, costs: Costs | None = None) -> None:
@@ -55,15 +56,11 @@ class EpochOrder:
         self.costs = costs
         expected = known if known is not None else 2 * len(dataset) if isinstance(dataset, Sized) else 0
         self._most = expected + _READ_AHEAD
-        self._state = None if _is_plain(source) else SamplerState(source, dataset, generators_of(source))
+        self.is_plain = _is_plain(source)
+        self._state = SamplerState(None if self.is_plain else source, dataset, generators_of(source))
         self._made: dict[tuple[int, int], _MadeOrder] = {}
         self._starts: dict[int, Mapping[str, Any]] = {}
         self._lengths: dict[tuple[int, int], int] = {}
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether orders are functions of seed, epoch and length."""
-        return self._state is None
 
     def order(self, seed: int, epoch: int) -> Sequence[Any]:
         """All units of an epoch.
@@ -87,7 +84,7 @@ class EpochOrder:
 
     def peek(self, seed: int, epoch: int) -> Sequence[Any]:
         """The units of an epoch whose turn may come later, as the sampler would yield them now."""
-        if (seed, epoch) in self._made or self._state is None or isinstance(self.source, Iterator):
+        if (seed, epoch) in self._made or self.is_plain or isinstance(self.source, Iterator):
             return self.order(seed, epoch)  # an iterator yields once
         put_back, starts = self._state.prepare(self._state.capture()), dict(self._starts)
         try:
@@ -98,7 +95,7 @@ class EpochOrder:
 
     def digest(self, seed: int, epoch: int) -> str | None:
         """A digest of the order of an epoch; None if that is a function of seed, epoch and length."""
-        return None if self._state is None else self._digest(self._of(seed, epoch))
+        return None if self.is_plain else self._digest(self._of(seed, epoch))
 
     def keep(self, epochs: Collection[int]) -> None:
         """Let go of the orders of other epochs, but for the last ones."""
@@ -119,15 +116,13 @@ class EpochOrder:
             orders can be made again. "sampler": the states of the sampler at their beginnings.
         """
         last = min(epochs) - 1
-        if self._state is not None and (seed, last) in self._made and not any(epochs.values()):
+        if not self.is_plain and (seed, last) in self._made and not any(epochs.values()):
             epochs = {last: True, **epochs}
         begun = [[epoch, self._digest(self._of(seed, epoch))] for epoch, is_begun in epochs.items() if is_begun]
         found: dict[str, Any] = {"order": begun} if begun else {}
-        if self._state is not None:
-            made = {epoch: self._made.get((seed, epoch)) for epoch in epochs}
-            starts = [[epoch, one.start if one else self._start(epoch)] for epoch, one in made.items()]
-            found |= {"sampler": starts} if any(start for _, start in starts) else {}
-        return found
+        made = {epoch: self._made.get((seed, epoch)) for epoch in epochs}
+        starts = [[epoch, one.start if one else self._start(epoch)] for epoch, one in made.items()]
+        return found | ({"sampler": starts} if any(start for _, start in starts) else {})
 
     def resume(self, seed: int, state: Mapping[str, Any], begun: Collection[int]) -> Callable[[], None]:
         """Go on from what `state` returned; makes the orders of the epochs that are begun.
@@ -144,17 +139,16 @@ class EpochOrder:
             ValueError: The state cannot be used.
             OtherOrder: The sampler yields another order.
         """
-        starts, digests = dict(state.get("sampler", ())), dict(state.get("order", ()))
-        if self._state is not None:
-            for start in starts.values():
-                self._state.prepare(start)
+        starts = {} if self.is_plain else dict(state.get("sampler", ()))
+        digests = dict(state.get("order", ()))
+        for start in starts.values():
+            self._state.prepare(start)
         made, before = self._made, self._starts
-        put_back = None if self._state is None else self._state.prepare(self._state.capture())
+        put_back = self._state.prepare(self._state.capture())
 
         def undo() -> None:
             self._made, self._starts = made, before
-            if put_back is not None:
-                put_back()
+            put_back()
 
         self._made, self._starts = dict(made) if isinstance(self.source, Iterator) else {}, starts
         try:
@@ -185,15 +179,12 @@ class EpochOrder:
         return made
 
     def _start(self, epoch: int) -> dict[str, Any]:
-        assert self._state is not None
         return dict(self._starts[epoch]) if epoch in self._starts else self._state.capture()
 
     def _make(self, seed: int, epoch: int) -> _MadeOrder:
-        start: dict[str, Any] = {}
-        if self._state is not None:
-            start = self._start(epoch)
-            if self._starts.pop(epoch, None) is not None:
-                self._state.prepare(start)()
+        start = self._start(epoch)
+        if self._starts.pop(epoch, None) is not None:
+            self._state.prepare(start)()
         units = _drawn(self.source, seed, epoch, self._most)
         if isinstance(units, EndlessOrder):
             return _MadeOrder(units, start, digest_of(units[0 : self._most]))

@@ -28,17 +28,15 @@ Parts = NDArray[Any]  # of float64
 
 
 class MixedSample(NamedTuple):
-    """What comes at a position: the number of the source, how many of its samples came before, and which one it is."""
+    """What comes at a position: the number of the source, and which of its samples it is."""
 
     source: int
-    before: int
     sample: int
 
 
 class _OrderBlock(NamedTuple):
     start: int
     sources: Numbers
-    before: Numbers
     samples: Numbers
     begun: list[int]
 
@@ -65,13 +63,13 @@ class MixedOrder:
     def __getitem__(self, position: int) -> MixedSample:
         block = self._block_of(position)
         at = position - block.start
-        return MixedSample(int(block.sources[at]), int(block.before[at]), int(block.samples[at]))
+        return MixedSample(int(block.sources[at]), int(block.samples[at]))
 
     def from_position(self, start: int) -> Iterator[MixedSample]:
         """What comes from a position on."""
         while self.endless or start < self.total:
             block = self._block_of(start)
-            rest = (part[start - block.start :].tolist() for part in (block.sources, block.before, block.samples))
+            rest = (part[start - block.start :].tolist() for part in (block.sources, block.samples))
             yield from map(MixedSample, *rest)
             start = block.start + len(block.sources)
 
@@ -119,7 +117,7 @@ class MixedOrder:
         times = steps / np.array([rate / self.total for rate in self.rates])[sources]
         order = np.argsort(times, kind="stable")
         sources, before = sources[order], before[order]
-        return _OrderBlock(int(first.sum()), sources, before, self._samples(sources, before), first.tolist())
+        return _OrderBlock(int(first.sum()), sources, self._samples(sources, before), first.tolist())
 
     def _shares(self, time: int) -> tuple[Numbers, Parts]:
         """What each source has to have at a time: whole samples, and the part of one."""

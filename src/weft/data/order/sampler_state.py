@@ -67,7 +67,7 @@ class SamplerState:
             for path, place in places.items():
                 if is_generator(place.value):
                     if state.get(path) is not None:  # a generator that was added since stays as it is
-                        puts.append(prepare_generator(place.value, state[path], new=(0, 0, 0, path)))
+                        puts.append(prepare_generator(place.value, state[path]))
                 elif place.put is not None and (path in state or path in self._first):
                     puts.append(partial(place.put, _plain(state.get(path, self._first.get(path)))))
             new = sorted(state.keys() - places.keys())  # what the sampler sets in its first epoch
@@ -91,11 +91,9 @@ class SamplerState:
         holder: Any = self._sampler
         for step in parents:
             holder = {inner: found for inner, found, _ in _entries(holder)}[step]
-        return (
-            partial(holder.__setitem__, name, value)
-            if isinstance(holder, dict)
-            else partial(setattr, holder, name, value)
-        )
+        if isinstance(holder, dict):
+            return partial(holder.__setitem__, name, value)
+        return partial(setattr, holder, name, value)
 
     def _places(self) -> dict[str, _SamplerItem]:
         found: dict[str, _SamplerItem] = {}

@@ -61,8 +61,6 @@ def _parts(obj: object, *, of_data: bool) -> Iterable[object]:
 
 def _holds_values(entries: Collection[object]) -> bool:
     """Whether entries are values, or rows of values, that have nothing inside; of many, by the first few."""
-    few = [*itertools.islice(entries, _FEW)]
-    rows = [part for one in few if isinstance(one, (list, tuple)) for part in one[:_FEW]]
-    return all(isinstance(one, (*_NO_PARTS, list, tuple)) for one in few) and all(
-        isinstance(p, _NO_PARTS) for p in rows
-    )
+    few = itertools.islice(entries, _FEW)
+    rows = (one[:_FEW] if isinstance(one, (list, tuple)) else (one,) for one in few)
+    return all(isinstance(part, _NO_PARTS) for row in rows for part in row)

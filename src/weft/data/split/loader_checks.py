@@ -124,11 +124,7 @@ def check_balance(loader: DataLoader[Any], balance: str, cost: object, mode: str
     if cost is None:
         return
     without = "loader, ctx = weft.shard_data(loader, ctx, ...)  # without cost and balance"
-    if (
-        isinstance(loader.dataset, IterableDataset)
-        or loader.batch_sampler is None
-        or not takes_consecutive_samples(loader)
-    ):
+    if isinstance(loader.dataset, IterableDataset) or not takes_consecutive_samples(loader):
         found = f"{type(loader.dataset).__name__}, with {type(loader.batch_sampler).__name__}"
         raise _refusal(found, 'a dataset with an index and a batch_size, with balance="tokens"', without)
     if mode not in ("batches", "split") or split_already(loader) is not None or uneven == "pad":

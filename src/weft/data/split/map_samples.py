@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import operator
 import os
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from weft.data.order.tell_epoch import tell_epoch
 from weft.environments import end_with_parent
-from weft.errors import listed
+from weft.errors import ContractError, listed
 from weft.keyed_random.row_keys import RowKeys
-from weft.rng import mix, seeded, seeds_for
-from weft.tensors.rng_state import RngState
+from weft.rng import mix, restored, seeded, seeds_for
 
 AS_PLANNED = -1  # samples in a batch: those that were asked for, as in most
 
@@ -164,11 +166,8 @@ class MapSamples(Dataset[Any]):
 
     def _present(self, indices: Sequence[Any], count: int) -> list[int] | None:
         """Places of the samples that the dataset has, of which it returned so many: each is read once more, alone."""
-        before = RngState.capture()
-        try:
+        with restored():
             counts = [len(self.fetch([index])) for index in indices] if self.fetch else []
-        finally:
-            before.apply()
         places = [place for place, found in enumerate(counts) if found]
         return places if sum(counts) == len(places) == count else None
 
@@ -201,6 +200,52 @@ class MapSamples(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+
+class KeyedCollate:
+    """A `collate_fn` of samples with keyed randomness; its first batches tell whether it draws numbers itself.
+
+    Args:
+        collate: The function.
+        own: A generator that the user's function has.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], own: object) -> None:
+        self.collate, self.own = collate, own
+        self.left = 2
+
+    def __call__(self, samples: Any) -> Any:
+        """The batch.
+
+        Raises:
+            ContractError: Random states are others afterwards.
+        """
+        if not self.left:
+            return self.collate(samples)
+        self.left -= 1
+        before = self._states()
+        batch = self.collate(samples)
+        drawn = [name for name, state in self._states().items() if state != before[name]]
+        if drawn:
+            raise ContractError(
+                "shard_data: collate_fn draws random numbers, which no key makes those of a sample",
+                found=f"another random state of {listed(drawn)} after a batch of this rank was collated",
+                expected="with keyed=True, numbers that follow from the sample: drawn in dataset[i]",
+                fix="draw in dataset[i]; or of the batch, weft.rng.keyed_uniform(rows.ids, seed=0, epoch=rows.epoch)  "
+                "# with_ids=True",
+            )
+        return batch
+
+    def _states(self) -> dict[str, Any]:
+        states = {"torch": torch.default_generator.get_state()}
+        if isinstance(self.own, torch.Generator):
+            states["its generator"] = self.own.get_state()
+        words: Any = np.random.get_state()
+        return {
+            "python": random.getstate(),
+            "numpy": [bytes(words[1]), *words[2:]],
+            **{name: bytes(state.numpy()) for name, state in states.items()},
+        }
 
 
 def seed_worker(seed: int, rank: int, epoch: int, worker: int) -> None:

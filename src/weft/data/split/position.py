@@ -133,16 +133,6 @@ class Cursor:
     keyed: KeyedBatches | None = None
     told: bool | None = None
 
-    @property
-    def epoch(self) -> int:
-        """Number of the running epoch, or of the next one."""
-        return self.now.epoch
-
-    @property
-    def todo(self) -> tuple[Span, ...]:
-        """What the running iteration reads, or the next one."""
-        return self.now.todo
-
     def go_to(self, epoch: int, todo: tuple[Span, ...], whole: tuple[Span, ...] | None = None) -> None:
         """Let the next iteration read this."""
         self.now, self.fresh, self.before, self.last = LoaderPass(epoch, todo, whole or todo), True, None, None
@@ -171,7 +161,7 @@ class Cursor:
 
     def last_size(self, reading: ReadPlan) -> Size:
         """The size of the batch that was given last."""
-        planned, given = reading.planned(self.todo), self.last
+        planned, given = reading.planned(self.now.todo), self.last
         assert given is not None
         if planned is not None:
             own, everyone = planned(self.now.steps - 1)

@@ -14,7 +14,6 @@ from weft.data.loader_copy import Size
 from weft.data.order.compare_order import compare_order
 from weft.data.order.endless_order import EndlessOrder
 from weft.data.order.epoch_order import EpochOrder
-from weft.data.order.loader_place import LoaderPlace
 from weft.data.split.map_samples import BatchInfo, StreamMark
 from weft.data.split.real_batches import ShareCheck
 from weft.data.split.split_plan import UNKNOWN, Span, SplitPlan
@@ -74,7 +73,6 @@ class ReadPlan:
         shares: Whether shares that come from this plan hold for the batches that were read.
         keyed: Whether every sample is read with random states of its own.
         resized: What a position in a dataset of another length does.
-        place: Of the loader in the program.
         serial: Number of the loader among all that are made of its world, the same on all ranks.
         mixture: What the order of a mixture follows from; None: it is no mixture.
     """
@@ -87,7 +85,6 @@ class ReadPlan:
     keyed: bool
     uneven_ranks: UnevenRanks | None
     split_for: int | None
-    place: LoaderPlace
     serial: int
     shares: ShareCheck
     stream: StreamSteps | None = None

@@ -24,8 +24,8 @@ from torch.utils.data import default_collate, default_convert
 
 from weft.data.split.map_samples import AS_PLANNED, BatchInfo, FetchedSamples
 from weft.errors import ContractError
+from weft.rng import restored
 from weft.tensors.nested import leaves, rows_of
-from weft.tensors.rng_state import RngState
 
 _Path = tuple[tuple[bool, Any], ...]  # a way into a batch: attributes (True) and keys
 _PROBES, _TRIED, _PAIRS, _DEEP, _SHALLOW, _WIDE = 4, 6, 3, 4, 2, 64
@@ -142,11 +142,8 @@ class CountedCollate:
 @contextlib.contextmanager
 def _undisturbed(collate: Any) -> Iterator[Any]:
     """The user's function for calls that leave no trace: random states, and attributes of the function, stay."""
-    before = RngState.capture()
-    try:
+    with restored():
         yield _twin(collate)
-    finally:
-        before.apply()
 
 
 def _twin(collate: Any) -> Any:

@@ -16,6 +16,7 @@ from weft import torch_internals
 from weft.context import DistContext
 from weft.data.loader_copy import Extension, Size, extended_copy, is_torch_iterator, torch_iterator
 from weft.data.lock_step import LockStep, lock_step
+from weft.data.order.loader_place import LoaderPlace
 from weft.data.order.tell_epoch import tell_epoch
 from weft.data.split.dispatch import scatter_batches
 from weft.data.split.map_samples import AS_PLANNED, BatchInfo, StreamMark, as_index, name_samples, row_keys
@@ -297,7 +298,7 @@ class ShardedLoader(Extension[T]):
         if not cursor.fresh and cursor.now.is_complete and not cursor.open - {cursor.now}:
             self._ended(cursor.now)
         cursor.open.clear()  # one that was interrupted may be kept by its traceback
-        if not cursor.fresh or epoch != cursor.epoch:
+        if not cursor.fresh or epoch != cursor.now.epoch:
             self._go_to(epoch)
 
     def _go_to(self, epoch: int) -> None:
@@ -349,7 +350,7 @@ class ShardedLoader(Extension[T]):
         """The size of a batch of the iteration that was just begun, by its number; None: known when it is read."""
         if self.weft_reading.lone and not keeps_all(self.collate_fn):
             return None  # on one rank, what batches hold is counted when they are read
-        return self.weft_reading.planned(self.weft_cursor.todo)
+        return self.weft_reading.planned(self.weft_cursor.now.todo)
 
     def weft_size(self) -> Size:
         """The size of the batch that was given last."""
@@ -447,10 +448,10 @@ def _has_own_state(cls: type[Any]) -> bool:
     return any("load_state_dict" in vars(base) for base in cls.__mro__ if not issubclass(base, Extension))
 
 
-def sharded_copy(loader: DataLoader[T], reading: ReadPlan, ctx: DistContext) -> ShardedLoader[T]:
+def sharded_copy(loader: DataLoader[T], reading: ReadPlan, place: LoaderPlace, ctx: DistContext) -> ShardedLoader[T]:
     """A copy of `loader` that reads as `reading` says; the original is left alone."""
-    begin = (reading.epoch(reading.place.epoch),)
-    cursor = Cursor(LoaderPass(begin[0].epoch, begin, begin), reading.place, told=False if begin[0].epoch else None)
+    begin = (reading.epoch(place.epoch),)
+    cursor = Cursor(LoaderPass(place.epoch, begin, begin), place, told=False if place.epoch else None)
     parts = {"weft_reading": reading, "weft_cursor": cursor, "weft_ctx": ctx}
     new: ShardedLoader[T] = extended_copy(
         loader, ShardedLoader, **parts, weft_lock_step=lock_step(reading, cursor, ctx)

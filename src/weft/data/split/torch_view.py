@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 from weft import torch_internals
 from weft.data.loader_copy import torch_iterator
 from weft.data.order.endless_order import EndlessOrder, parts_of
-from weft.data.split.map_samples import BatchInfo, BatchRequest, MapSamples, WorkerStart
+from weft.data.split.map_samples import BatchInfo, BatchRequest, KeyedCollate, MapSamples, WorkerStart
 from weft.data.split.read_plan import ReadPlan
 from weft.data.split.real_batches import CountedCollate, keeps_all
 from weft.data.split.split_plan import Span
@@ -33,7 +33,7 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
     fields = dict(loader.__dict__)
     elastic = loader.weft_ctx.replicas is not None
     rank = reading.plan.rank if elastic else loader.weft_ctx.data_rank
-    seed = reading.place.worker_seed(loader.weft_ctx.seed)
+    seed = loader.weft_cursor.place.worker_seed(loader.weft_ctx.seed)
     fields["in_order"] = True  # what is known of a batch is found by its number
     # Torch draws the seeds of workers from the loader's generator, or from the global one.
     fields["generator"] = torch.Generator().manual_seed(mix(seed, epoch, rank, "loader"))
@@ -55,6 +55,8 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
             fields["dataset"].counts = "by name" if reading.with_ids else "yes"
             fields["collate_fn"] = CountedCollate(loader.collate_fn, names=reading.with_ids)
         fields["sampler" if reading.single else "batch_sampler"] = indices
+    if reading.keyed and not keeps_all(loader.collate_fn):
+        fields["collate_fn"] = KeyedCollate(fields["collate_fn"], getattr(loader.collate_fn, "generator", None))
     view.__dict__.update(fields)
     return view, arrivals.asked
 

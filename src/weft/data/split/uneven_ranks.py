@@ -43,14 +43,12 @@ class UnevenRanks:
     def batches(self, read: Batches, span: Span, ctx: DistContext) -> Batches:
         """This rank's batches, as many as all ranks make steps."""
         sub = ctx.on(ctx.data_axes)
+        if self.counts is None:
+            return self._checked(read, span, sub) if self.uneven == "error" else self._counted(read, span, sub)
         if self.uneven == "error":
-            return read if self.counts is not None else self._checked(read, span, sub)
-        done = span.start // self.per_step
-        if self.counts is not None and self.uneven == "drop":
-            return itertools.islice(read, self.steps(0, done))
-        if self.counts is not None:
-            return self._joined(read, span, sub, [max(count - done, 0) for count in self.counts])
-        return self._counted(read, span, sub)
+            return read
+        left = [max(count - span.start // self.per_step, 0) for count in self.counts]
+        return itertools.islice(read, min(left)) if self.uneven == "drop" else self._joined(read, span, sub, left)
 
     def _checked(self, read: Batches, span: Span, sub: DistContext) -> Batches:
         """Raise on all ranks if one ends before the others; nothing is sent before the end of the epoch."""

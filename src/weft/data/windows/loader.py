@@ -129,7 +129,7 @@ class _ShardedWindowLoader(_WindowLoader):
             found = loader.weft_position(len(splitter.carried)) | {"windows": splitter.windows}
         else:
             found = loader.weft_position(window.taken) | {"windows": splitter.windows - 1}
-        is_within = callable(splitter.steps) and found["epoch"] == self.weft_cursor.epoch and splitter.done
+        is_within = callable(splitter.steps) and found["epoch"] == self.weft_cursor.now.epoch and splitter.done
         return found | ({"first_window": splitter.windows - splitter.done} if is_within else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ class _ShardedWindowLoader(_WindowLoader):
         self.weft_splitter.go_to(windows, first)
         left, _ = _sharded(base).weft_lengths()
         if self.weft_splitter.remainder == "drop" and left is not None and self.remaining == 0 < len(self):
-            base.set_epoch(self.weft_cursor.epoch + 1)  # no window is left of this one
+            base.set_epoch(self.weft_cursor.now.epoch + 1)  # no window is left of this one
 
     def check_savable(self) -> None:
         """Raise in the middle of a window."""

@@ -14,17 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from weft.engines.deepspeed.placeholders import GradientPlaceholders, is_local
-from weft.engines.peers import Peers
-from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
+from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward, when_entered
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.errors import ContractError, UnusedParameters, listed
-from weft.tensors.messages import broadcast
-from weft.tensors.nested import tensors
+from weft.peers.ledger import Ledger
 from weft.tensors.sharded_grad import CutGradient
 
 
@@ -36,14 +33,14 @@ class BackwardPasses:
         stand_ins: What is left in `p.grad`.
         stage: 1, 2 or 3.
         peers: The same on the other ranks.
-        shared: The module's buffers, which are made equal after each of them; None if they are not.
+        shared: The module's buffers, which are made equal after each of them.
         enabled: Whether the next one reduces.
     """
 
     stand_ins: GradientPlaceholders
     stage: int
-    peers: Peers
-    shared: SharedBuffers | None
+    peers: Ledger
+    shared: SharedBuffers
     enabled: bool = True
     _due: bool = False  # the window owes a reduction
     _pending: bool = False  # gradients of this rank wait in `.grad`
@@ -63,13 +60,10 @@ class BackwardPasses:
 
     def watch_output(self, output: Any) -> None:
         """The module was called: hook what it returned."""
-        if self.shared is not None:
-            self.shared.watch(output)
+        self.shared.watch(output)
         one = _ForwardPass()
-        entrance = _weakly(self, lambda owner, _: owner.enter(one))
-        for tensor in tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(entrance)
+        if torch.is_grad_enabled():
+            when_entered(output, _weakly(self, lambda owner, _: owner.enter(one)))
 
     # -- windows ---------------------------------------------------------------------------------
 
@@ -140,8 +134,7 @@ class BackwardPasses:
         if self._received:
             for one in passes:
                 one.used = True
-        if self.shared is not None:
-            self.shared.passed(retained=False)  # there is no second pass
+        self.shared.passed(retained=False)  # there is no second pass
         self._pending = not self.enabled
         if self._pending:
             if self.stage == 3:
@@ -154,9 +147,8 @@ class BackwardPasses:
         self.buffers.finish()
         self.buffers.end()
         self.stand_ins.put(self._reduced)
-        group = self.stand_ins.view.group
-        if self.shared is not None and group is not None:
-            self.shared.receive(lambda buffers: broadcast(buffers, group), is_first=dist.get_rank(group) == 0)
+        if self.stand_ins.view.group is not None:
+            self.shared.broadcast(self.stand_ins.view.group)
         missing = [name for p, name in self.names.items() if p.requires_grad and p not in self.stand_ins]
         if missing and self._received:
             raise_unused(self.stand_ins.class_name, missing)

@@ -10,6 +10,7 @@ buffers are set to zero when their gradients are used or dropped.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
@@ -20,6 +21,7 @@ from torch import nn
 from typing_extensions import override
 
 from weft.engines.deepspeed import internals
+from weft.tensors.messages import grouped
 
 
 class FlatRange(NamedTuple):
@@ -56,6 +58,10 @@ class _Buffers:
         """Hand a gradient over, to be averaged and cut."""
         if parameter.grad is not None:
             parameter.grad = parameter.grad.contiguous()
+
+    def groups(self) -> dict[int, list[tuple[nn.Parameter, FlatRange]]]:
+        """The parameters in each flat tensor, by its number."""
+        return grouped(self.places.items(), lambda one: one[1].group)
 
     def finish(self) -> None:
         """Average what was handed over."""
@@ -178,17 +184,11 @@ class BuffersOfStages12(_Buffers):
         if not zero.partition_gradients:  # in stage 2 the engine's step does it
             zero.finalize_gradient_accumulation_boundary()
 
-    def groups(self) -> int:
-        """How many flat tensors there are."""
-        return len(internals.WEIGHTS.of(self._zero))
-
-    def opened(self, group: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """A flat tensor of weights, and the optimizer's state of it, in memory."""
+    @contextlib.contextmanager
+    def opened(self, group: int, *, change: bool) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """A flat tensor of weights, and the optimizer's state of it, which are in memory."""
         flat: torch.Tensor = internals.WEIGHTS.of(self._zero)[group]
-        return flat.data, self._zero.optimizer.state[flat]
-
-    def close(self, group: int, *, changed: bool) -> None:
-        """Nothing was moved."""
+        yield flat.data, self._zero.optimizer.state[flat]
 
     def take_weights(self, parameter: nn.Parameter) -> None:
         """The parameter was changed: step on the new values."""
@@ -272,40 +272,24 @@ class BuffersOfStage3(_Buffers):
             info.unswapped_gradients.update(zip(offsets[group], found, strict=True))
         internals.AT_BOUNDARY.set(zero, set())  # nothing is left for the engine to do
 
-    def groups(self) -> int:
-        """How many flat tensors there are."""
-        return len(internals.FLAT_WEIGHTS.of(self._zero))
-
-    def opened(self, group: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """A flat tensor of weights, and the optimizer's state of it, in memory."""
+    @contextlib.contextmanager
+    def opened(self, group: int, *, change: bool) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """A flat tensor of weights, and the optimizer's state of it, in memory; with `change`, it is kept."""
         zero = self._zero
-        if internals.IS_SWAPPED.of(zero)(group):
+        is_swapped = internals.IS_SWAPPED.of(zero)(group)
+        if is_swapped:
             internals.SWAP_IN.of(zero)(group)
         flat: torch.Tensor = internals.FLAT_WEIGHTS.of(zero)[group]
-        return flat.data, zero.optimizer.state[flat]
-
-    def close(self, group: int, *, changed: bool) -> None:
-        """Put them where they belong."""
-        zero = self._zero
-        if not internals.IS_SWAPPED.of(zero)(group):
-            return
-        if changed:
-            internals.SWAP_OUT.of(zero)(group)
-        else:
-            internals.RELEASE_SWAPPED.of(zero)(group)
+        yield flat.data, zero.optimizer.state[flat]
+        if is_swapped:
+            put_away = internals.SWAP_OUT if change else internals.RELEASE_SWAPPED
+            put_away.of(zero)(group)
 
     def take_weights(self, parameter: nn.Parameter) -> None:
         """The parameter was changed: step on the new values."""
         group, at, _, count = self.places[parameter]
-        flat, _ = self.opened(group)
-        mine: Any = parameter
-        flat[at : at + count].copy_(internals.PIECE.of(mine).data[:count])
-        self.close(group, changed=True)
+        with self.opened(group, change=True) as (flat, _):
+            flat[at : at + count].copy_(internals.PIECE.of(parameter).data[:count])
 
 
 Buffers: TypeAlias = BuffersOfStages12 | BuffersOfStage3
-
-
-def chunks_of(places: dict[nn.Parameter, FlatRange], group: int) -> Iterator[tuple[nn.Parameter, FlatRange]]:
-    """The parameters in one flat tensor."""
-    yield from ((p, place) for p, place in places.items() if place.group == group)

@@ -67,11 +67,10 @@ def partition(
     is_sharded = options.stage == 3
     gathering = library.zero.GatheredParameters if is_sharded else None
     buffers: Buffers = BuffersOfStage3(zero) if is_sharded else BuffersOfStages12(zero)
-    # Not needed in stages 1 and 2; a module with it could be neither copied nor pickled.
-    hung_on = set() if is_sharded else {each.name for each in internals.HUNG_ON}
-    for parameter in module.parameters() if not is_sharded else ():
-        for name in hung_on & set(vars(parameter)):
-            delattr(parameter, name)
+    if not is_sharded:  # it is not needed then, and a module with it could be neither copied nor pickled
+        for parameter in module.parameters():
+            for each in internals.HUNG_ON:
+                vars(parameter).pop(each.name, None)
     # Gradients are averaged in backward and not in its step, and around calls there are hooks of ours.
     internals.REDUCES_IN_BACKWARD.set(engine, False)  # noqa: FBT003
     internals.BEFORE_FORWARD.of(engine).remove()

@@ -38,16 +38,16 @@ def deepspeed() -> Any:
     """
     if "deepspeed" in sys.modules:
         return sys.modules["deepspeed"]
-    before, disabled = dict(os.environ), logging.root.manager.disable
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # it tells which accelerator it found
     try:
-        logging.disable(logging.WARNING)  # it tells which accelerator it found
-        library = importlib.import_module("deepspeed")
+        with _environment_put_back():
+            library = importlib.import_module("deepspeed")
     except ImportError as error:
         why = "DeepSpeed 0.19, which is not installed with weft"
         raise _missing("needs the package deepspeed", f"{type(error).__name__}: {error}", why) from error
     finally:
         logging.disable(disabled)
-        _put_back(before)
     version = tuple(int(part) for part in library.__version__.split(".")[:2])
     if version != _TESTED:
         why = "deepspeed 0.19: weft reaches into its optimizers, which change from version to version"
@@ -64,10 +64,16 @@ def _missing(problem: str, found: str, expected: str) -> MissingExtra:
     )
 
 
-def _put_back(before: dict[str, str]) -> None:
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
-    os.environ.update(before)
+@contextlib.contextmanager
+def _environment_put_back() -> Iterator[None]:
+    """Around what changes variables of the environment."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def check_accelerator(device: torch.device) -> None:
@@ -93,21 +99,18 @@ def load_async_io() -> None:
         MissingExtra: A library or the compiler is missing, or compiling failed.
     """
     builder = importlib.import_module("deepspeed.accelerator").get_accelerator().create_op_builder("AsyncIOBuilder")
-    before = dict(os.environ)
-    # ninja is installed beside python, which need not be on the path.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before.get("PATH", "")])
-    try:
-        if not builder.is_compatible(verbose=False):
-            _raise_no_async_io("the library libaio is missing")
-        flags = internals.COMPILER_FLAGS.of(builder)
-        internals.COMPILER_FLAGS.set(
-            builder, lambda: [*flags(), "-g0"]
-        )  # names for a debugger take a third of the time
-        builder.load(verbose=False)
-    except (OSError, RuntimeError) as error:
-        _raise_no_async_io(f"{type(error).__name__}: {error}")
-    finally:
-        _put_back(before)
+    flags = internals.COMPILER_FLAGS.of(builder)
+    with _environment_put_back():
+        # ninja is installed beside python, which need not be on the path.
+        os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        try:
+            if not builder.is_compatible(verbose=False):
+                _raise_no_async_io("the library libaio is missing")
+            # Names for a debugger take a third of the time.
+            internals.COMPILER_FLAGS.set(builder, lambda: [*flags(), "-g0"])
+            builder.load(verbose=False)
+        except (OSError, RuntimeError) as error:
+            _raise_no_async_io(f"{type(error).__name__}: {error}")
 
 
 def _raise_no_async_io(why: str) -> NoReturn:
@@ -125,26 +128,22 @@ def restore_process_state(local_rank: int) -> Iterator[None]:
     logger = importlib.import_module("deepspeed.utils").logger
     stack: list[Any] = internals.modules_running.found
     operations: dict[str, bool] = internals.operations.found
-    depth = len(stack)
-    level, mpu, before = logger.level, getattr(*internals.mpu.home), dict(os.environ)
-    loaded: Any = torch.nn.functional
-    linear = loaded.linear
-    handlers = list(logging.getLogger().handlers)
-    offered = operations.copy()
-    logger.setLevel(max(level, logging.ERROR))
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    # It would be compiled, for minutes, when the first engine is made. Messages go through torch's groups as well.
-    operations["deepspeed_shm_comm"] = False
-    try:
-        yield
-    finally:
-        operations |= offered
-        _put_back(before)
-        del stack[depth:]
-        logger.setLevel(level)
-        setattr(*internals.mpu.home, mpu)
-        loaded.linear = linear
-        logging.getLogger().handlers[:] = handlers
+    depth, level = len(stack), logger.level
+    handlers, offered = list(logging.root.handlers), operations.copy()
+    groups, name_of_mpu = internals.mpu.home
+    mpu, linear = {name_of_mpu: getattr(groups, name_of_mpu)}, {"linear": torch.nn.functional.linear}
+    with _environment_put_back(), replaced(groups, **mpu), replaced(torch.nn.functional, **linear):
+        logger.setLevel(max(level, logging.ERROR))
+        os.environ.setdefault("LOCAL_RANK", str(local_rank))
+        # It would be compiled, for minutes, when the first engine is made. Messages go through torch's groups as well.
+        operations["deepspeed_shm_comm"] = False
+        try:
+            yield
+        finally:
+            operations |= offered
+            del stack[depth:]
+            logger.setLevel(level)
+            logging.root.handlers[:] = handlers
 
 
 @contextlib.contextmanager

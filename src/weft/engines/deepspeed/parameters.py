@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from weft.engines.deepspeed import internals
-from weft.engines.deepspeed.buffers import Buffers, FlatRange, chunks_of
+from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.library import Attributes, GroupView
 from weft.engines.torch.steps.swapped import SHARED_STATE
 from weft.errors import ContractError, listed
@@ -27,7 +27,7 @@ from weft.tensors.blocks import as_dtensor, block_of, cut_as, full_tensor
 
 @dataclass(eq=False, repr=False)
 class Parameters:
-    """The parameters of one module.
+    """The parameters of one module, and the state of its optimizer.
 
     Args:
         module: Whose.
@@ -51,6 +51,7 @@ class Parameters:
     def __post_init__(self, module: nn.Module) -> None:
         self.names = {p: name for name, p in module.named_parameters()}
         self._shapes = {p: torch.Size(internals.SHAPE.get(p, p.shape)) for p in self.names}
+        self._has_state = False  # DeepSpeed's optimizer was given some
         self._device = next((p.device for p in self.names), torch.device("cpu"))
 
     def release(self) -> None:
@@ -127,6 +128,66 @@ class Parameters:
         if write:
             then()
 
+    # -- the optimizer's state, between DeepSpeed's flat tensors and `optimizer.state` ----------------
+
+    @torch.no_grad()
+    def show_state(self, optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None:
+        """Put the state into `optimizer.state`, by parameter."""
+        for group, held in self._buffers.groups().items():
+            with self._buffers.opened(group, change=False) as (flat, state):
+                for parameter, place in held:
+                    shown: dict[str, Any] = {}
+                    for key, value in state.items():
+                        if _is_flat(value, flat):
+                            full = self.whole(parameter, value.view(-1)[place.at : place.at + place.number])
+                            shown[key] = full if whole else self.shown(full)
+                        else:
+                            shown[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                    if shown:
+                        optimizer.state[parameter] = shown
+
+    @torch.no_grad()
+    def take_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the state out of `optimizer.state`.
+
+        What lies on a disk is known there by its tensor: tensors are overwritten and not replaced.
+        """
+        if not self._has_state and not optimizer.state:
+            return
+        self._has_state = True
+        for group, held in self._buffers.groups().items():
+            given = {p: optimizer.state.get(p) or {} for p, _ in held}
+            self._check_alike(given)
+            with self._buffers.opened(group, change=True) as (flat, state):
+                values = next(iter(given.values()))
+                for key in set(state) - set(values):
+                    del state[key]
+                for key, value in values.items():
+                    if not isinstance(value, torch.Tensor) or key in SHARED_STATE:
+                        state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                    elif not _is_flat(state.get(key), flat):
+                        state[key] = torch.zeros_like(flat)
+                for parameter, place in held:
+                    flats = {key: value for key, value in given[parameter].items() if _is_flat(state[key], flat)}
+                    for key, value in flats.items():
+                        values = full_tensor(value).reshape(-1)[place.start : place.start + place.number]
+                        state[key].view(-1)[place.at : place.at + place.number].copy_(values)
+
+    def _check_alike(self, given: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """All parameters of a flat tensor share one state: raise if they differ."""
+        keys = {tuple(state) for state in given.values()}
+        counts = {float(state["step"]) for state in given.values() if "step" in state}
+        differing = [f"step = {sorted(counts)}"] if len(counts) > 1 else []
+        if len(keys) > 1:
+            differing.append(f"state of {listed(sorted(self.names[p] for p, state in given.items() if state))} only")
+        if differing:
+            raise ContractError(
+                "zero_partition: the parameters of one group have been trained differently",
+                found=listed(differing),
+                expected="one count of steps per group of the optimizer: DeepSpeed steps on all of it together",
+                fix="a group of its own for each kind of parameters",
+            )
+
     # -- the end ---------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -138,83 +199,6 @@ class Parameters:
             parameter.data = value
         destroy()
         self._attributes.take_off()
-
-
-class OptimizerState:
-    """The optimizer's state, between DeepSpeed's flat tensors and `optimizer.state`."""
-
-    def __init__(self, parameters: Parameters, buffers: Buffers) -> None:
-        self._parameters = parameters
-        self._buffers = buffers
-        self._is_new = True  # DeepSpeed's optimizer was given no state yet
-
-    @torch.no_grad()
-    def show(self, optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None:
-        """Put the state into `optimizer.state`, by parameter."""
-        buffers = self._buffers
-        for group in range(buffers.groups()):
-            flat, state = buffers.opened(group)
-            for parameter, place in chunks_of(buffers.places, group):
-                shown: dict[str, Any] = {}
-                for key, value in state.items():
-                    if _is_flat(value, flat):
-                        full = self._parameters.whole(parameter, value.view(-1)[place.at : place.at + place.number])
-                        shown[key] = full if whole else self._parameters.shown(full)
-                    else:
-                        shown[key] = value.clone() if isinstance(value, torch.Tensor) else value
-                if shown:
-                    optimizer.state[parameter] = shown
-            buffers.close(group, changed=False)
-
-    @torch.no_grad()
-    def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the state out of `optimizer.state`.
-
-        What lies on a disk is known there by its tensor: tensors are overwritten and not replaced.
-        """
-        buffers = self._buffers
-        if self._is_new and not optimizer.state:
-            return
-        self._is_new = False
-        for group in range(buffers.groups()):
-            given = {p: optimizer.state.get(p) or {} for p, _ in chunks_of(buffers.places, group)}
-            self._check(given)
-            flat, state = buffers.opened(group)
-            values = next(iter(given.values()), {})
-            for key in set(state) - set(values):
-                del state[key]
-            for key, value in values.items():
-                if not isinstance(value, torch.Tensor) or key in SHARED_STATE:
-                    state[key] = value.clone() if isinstance(value, torch.Tensor) else value
-                elif not _is_flat(state.get(key), flat):
-                    state[key] = torch.zeros_like(flat)
-            for parameter, place in chunks_of(buffers.places, group):
-                self._fill(flat, state, given[parameter], place)
-            buffers.close(group, changed=True)
-
-    def _fill(self, flat: torch.Tensor, state: Mapping[str, Any], given: Mapping[str, Any], place: FlatRange) -> None:
-        for key, value in given.items():
-            target = state[key]
-            if _is_flat(target, flat):
-                values = full_tensor(value).reshape(-1)[place.start : place.start + place.number]
-                target.view(-1)[place.at : place.at + place.number].copy_(values)
-
-    def _check(self, given: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """All parameters of a flat tensor share one state: raise if they differ."""
-        keys = {tuple(state) for state in given.values()}
-        counts = {float(state["step"]) for state in given.values() if "step" in state}
-        differing = [f"step = {sorted(counts)}"] if len(counts) > 1 else []
-        if len(keys) > 1:
-            differing.append(
-                f"state of {listed(sorted(self._parameters.names[p] for p, state in given.items() if state))} only"
-            )
-        if differing:
-            raise ContractError(
-                "zero_partition: the parameters of one group have been trained differently",
-                found=listed(differing),
-                expected="one count of steps per group of the optimizer: DeepSpeed steps on all of it together",
-                fix="a group of its own for each kind of parameters",
-            )
 
 
 def _is_flat(value: Any, flat: torch.Tensor) -> bool:

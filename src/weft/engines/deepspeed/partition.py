@@ -19,13 +19,13 @@ from weft.engines.deepspeed import internals
 from weft.engines.deepspeed.backward import BackwardPasses
 from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.library import GroupView, lend_process_state
-from weft.engines.deepspeed.parameters import OptimizerState, Parameters
+from weft.engines.deepspeed.parameters import Parameters
 from weft.engines.deepspeed.placeholders import GradientPlaceholders
 from weft.engines.deepspeed.step import Step
-from weft.engines.peers import Peers
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.engines.torch.steps.watch import Steps, settings_of
+from weft.peers.ledger import Ledger
 
 
 class PartitionOptions(NamedTuple):
@@ -49,7 +49,7 @@ class PartitionOptions(NamedTuple):
     local_rank: int
     make_real: Callable[[nn.Module], None] | None
     moved: Callable[[], None]
-    peers: Peers
+    peers: Ledger
 
 
 class Partition:
@@ -85,10 +85,9 @@ class Partition:
         self._optimizer = weakref.ref(optimizer)
         self._buffers = buffers
         self._parameters = parameters
-        self._state = OptimizerState(parameters, buffers)
         self._names = {p: name for name, p in module.named_parameters() if p in buffers.places}
         self._stand_ins = GradientPlaceholders(type(module).__name__, self._names, buffers, view)
-        shared = SharedBuffers(module) if options.buffers and any(True for _ in module.buffers()) else None
+        shared = SharedBuffers(module, shared=options.buffers)
         self._passes = BackwardPasses(self._stand_ins, options.stage, options.peers, shared)
         self._step = Step(engine, groups, self._stand_ins, watches=options.stage < 3)
         assert view.group is not None
@@ -105,7 +104,7 @@ class Partition:
         self._steps.attach(optimizer)
         add(self._steps.release)
         add(optimizer.register_step_post_hook(self._step.after).remove)
-        add(optimizer.register_state_dict_pre_hook(self._state.show).remove)
+        add(optimizer.register_state_dict_pre_hook(self._parameters.show_state).remove)
         add(optimizer.register_state_dict_post_hook(lambda optimizer, _: optimizer.state.clear()).remove)
         add(optimizer.register_load_state_dict_post_hook(self._take_state).remove)
         self._take_state(optimizer)
@@ -170,7 +169,7 @@ class Partition:
         optimizer, module = self._optimizer(), self._module()
         self._stand_ins.drop()
         if optimizer is not None:
-            self._state.show(optimizer, whole=True)
+            self._parameters.show_state(optimizer, whole=True)
         self._removable.remove()
         if module is not None:
             self._parameters.make_plain(self.engine.destroy)
@@ -195,8 +194,7 @@ class Partition:
         internals.END_FORWARD.of(self.engine)()
         if self._lent:
             self._lent.pop().__exit__(None, None, None)
-        if torch.is_grad_enabled():
-            self._passes.watch_output(output)
+        self._passes.watch_output(output)
 
     def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A listed method is called: the same as around forward."""
@@ -226,8 +224,11 @@ class Partition:
         module = self._module()
         return {} if module is None else settings_of(module)
 
+    def same_weights(self) -> None:
+        """None: DeepSpeed keeps the values that it steps on in parts."""
+
     # -- the optimizer's state -------------------------------------------------------------------
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
-        self._state.take(optimizer)
+        self._parameters.take_state(optimizer)
         optimizer.state.clear()

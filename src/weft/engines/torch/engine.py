@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.engines.options import RecomputeOptions, ReduceOptions, ShardOptions
-from weft.engines.peers import Peers
 from weft.engines.results import ReducedModule, Undoable
 from weft.engines.torch.compute.activation_checkpoint import Recomputed
 from weft.engines.torch.device.devices import TorchDevices
 from weft.engines.torch.reducing.reducer import GradientReducer
+from weft.peers.ledger import Ledger
 from weft.tensors.dtensor import local
 from weft.tensors.messages import broadcast
 
@@ -34,13 +34,13 @@ class TorchEngine(TorchDevices):
             broadcast(state, group)
 
     def reduce_gradients(
-        self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Peers
+        self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Ledger
     ) -> ReducedModule:
         """Average the gradients of `module` over `group` in every backward pass."""
         return GradientReducer(module, group, options, peers)
 
     def shard(
-        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Peers
+        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Ledger
     ) -> ReducedModule:
         """Shard a module over a mesh of one axis, or two (replica, shard), whose ranks form `group`."""
         from weft.engines.torch.fsdp.fsdp2 import ShardedModule  # noqa: PLC0415  (half a second of imports in torch)

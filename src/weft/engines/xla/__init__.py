@@ -2,7 +2,6 @@
 
 library.py                torch-xla itself, if it is there and fits torch
 internals.py              its names that are not public
-devices.py                what an engine answers about devices
 device_layout.py          which device holds which part of a tensor; the end of a step, and of the graph XLA compiles
 device_transfer.py        modules, batches and values to the devices and back
 activation_checkpoint.py  activations computed again

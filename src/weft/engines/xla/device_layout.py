@@ -17,10 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from weft.engines.xla import internals
-from weft.engines.xla.library import TorchXLA
 
 Plan = tuple[tuple[str, ...] | None, ...]  # for each dimension the mesh axes that cut it; None: whole
 _KEPT = "_weft_layout"
@@ -96,27 +94,6 @@ def lay_state(mesh: Any, optimizer: torch.optim.Optimizer) -> None:
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.device.type == "xla" and value.shape == parameter.shape:
                 mark(mesh, value, kept.state)
-
-
-class StepEnd:
-    """A hook on all optimizers, also those that are made later; others than those of XLA are left alone."""
-
-    def __init__(self, lib: TorchXLA, mesh: Any) -> None:
-        self._lib = lib
-        self._mesh = mesh
-        self._handle = register_optimizer_step_post_hook(self._after_step)
-
-    def release(self) -> None:
-        """Take the hook off."""
-        self._handle.remove()
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(p.device.type == "xla" for group in optimizer.param_groups for p in group["params"]):
-            return
-        if self._mesh is not None:
-            # State that this step has made, while it is a part of the graph; see [Note: marks get lost].
-            lay_state(self._mesh, optimizer)
-        self._lib.torch_xla.sync()
 
 
 def plans_of(tensor: torch.Tensor) -> _TensorLayout | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -21,8 +22,6 @@ from weft.engines.xla.library import TorchXLA
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.nested import map_leaves, moves_itself
-
-_END = object()
 
 
 def place(module: nn.Module, device: torch.device) -> None:
@@ -96,10 +95,8 @@ def prefetch(batches: Iterable[Any], move: Callable[[Any], Any], lib: TorchXLA) 
 
     Where no gradients are wanted no optimizer steps, so the work on each batch is a graph of its own.
     """
-    moved = map(move, batches)
-    ahead = next(moved, _END)
-    while ahead is not _END:
-        now, ahead = ahead, next(moved, _END)
+    # In pairs of a batch and the one after it, which is moved before the first is used.
+    for now, _ in pairwise(chain(map(move, batches), (None,))):
         yield now
         if not torch.is_grad_enabled():
             lib.torch_xla.sync()

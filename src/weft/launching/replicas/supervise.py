@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from weft.errors import ContextError
+from weft.launching.agent import PASSED_ON
 from weft.launching.failures import HAS_PREEMPTED, Ending, ended_by, exit_in_words, last_words
 from weft.launching.plan import MEETING_S, LaunchPlan
 from weft.launching.replicas.joined_node import JoinedNode
@@ -34,9 +35,6 @@ _STOPPED_S = 3.0  # a process that is stopped for so long is killed
 _ANSWER_S = 30.0  # within which the store of this process answers
 _UNDONE = "its work was not done: it ended before weft.resilient, or within the loop over it"
 _EARLY = "its work was not done: it left the loop over weft.resilient before the others"
-_PASSED_ON = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
-)
 
 
 def supervise_replicas(plan: LaunchPlan, here: LocalNode, secret: str) -> Ending:
@@ -62,12 +60,12 @@ def supervise_replicas(plan: LaunchPlan, here: LocalNode, secret: str) -> Ending
         here.joins(name := secrets.token_hex(8), host, store.port)
         board = RankStore(store, limit_s=_ANSWER_S, secret=secret).below(STORE)
         job = _ElasticJob(plan, here, board, Nodes(plan, board, name))
-    for number in _PASSED_ON:
+    for number in PASSED_ON:
         signal.signal(number, job.pass_on)
     try:
         return job.run()
     finally:
-        for number in _PASSED_ON:
+        for number in PASSED_ON:
             signal.signal(number, signal.SIG_IGN)  # nothing is left to end but this process, which has an exit code
 
 

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from weft.checks import import_extra
@@ -33,6 +33,7 @@ from weft.peers.pretended import rehearses
 
 _EVENTS = ("preempted", "failure")  # names of texts that say why a program ended
 _RECORDS = "records"  # a table of rows that stand one below the other where the screen is narrow
+_REPLICA = ("before step", "time", "what happened", "why", "cost")
 _HEALTH, _PROBES = "health", "probes"
 _SHEET_FOR_MAPS = r'getElementById\("([0-9a-f]{32,})"\)'
 _SHOWN = 20  # steps with values that are not finite, by number
@@ -86,13 +87,13 @@ def render(runs: Sequence[Run]) -> str:
     if MEMORY in sections:
         sections[MEMORY] += _memory(named)
     sections |= {
-        "Replicas": _replicas(named),
-        "Health": _health(named),
-        "Probes": _probes(named),
+        "Replicas": _of_runs(named, _REPLICA, lambda run: replica_rows(run.quorums), _RECORDS),
+        "Health": _of_runs(named, ("step", "finding"), _findings),
+        "Probes": _of_runs(named, ("transform", "what was measured", "up to step"), _measured, _RECORDS),
         "Ledger": _ledger(named),
         "Profiles": _profiles(named, charts),
         "Rehearsals": _rehearsals(named, charts),
-        "Checkpoints, preemptions and failures": _events(named),
+        "Checkpoints, preemptions and failures": _of_runs(named, ("step", "what happened"), _events),
         "Settings" if len(runs) == 1 else "Settings that differ": _settings(named),
         "Texts": _texts(named),
     }
@@ -152,10 +153,11 @@ def _table_of(lines: Sequence[Sequence[str]], kind: str = "") -> str:
     return _table(lines[0], lines[1:], kind) if lines else ""
 
 
-def _of_runs(runs: Runs, head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    """A table of rows that begin with the name of a run, which one run does not need."""
-    alone = len(runs) == 1
-    return _table(head, [row[1:] for row in rows], kind) if alone else _table(["run", *head], rows, kind)
+def _of_runs(runs: Runs, head: Sequence[str], rows_of: Callable[[Run], Iterable[Sequence[str]]], kind: str = "") -> str:
+    """A table of what runs have; of several, each row begins with the name of its run."""
+    if len(runs) == 1:
+        return _table(head, rows_of(*runs.values()), kind)
+    return _table(["run", *head], [(name, *row) for name, run in runs.items() for row in rows_of(run)], kind)
 
 
 def _cell(value: object, label: str) -> str:
@@ -216,23 +218,19 @@ def _memory(runs: Runs) -> str:
     return f"<h3>{title}</h3>{_table_of(table)}" if table else ""
 
 
-def _health(runs: Runs) -> str:
-    rows = []
-    for name, run in runs.items():
-        rows += [(name, f"{step:,}", text) for step, text in run.texts.get(_HEALTH, [])]
-        for series, points in run.series.items():
-            lost = sorted(step for step, value in points.items() if not math.isfinite(value))
-            at = ", ".join(f"{step:,}" for step in lost[:_SHOWN]) + (", ..." if len(lost) > _SHOWN else "")
-            if lost:
-                rows.append((name, f"{lost[0]:,}", f"{series} is not finite at {len(lost)} step(s): {at}"))
-    return _of_runs(runs, ("step", "finding"), rows)
+def _findings(run: Run) -> Iterator[tuple[str, str]]:
+    yield from ((f"{step:,}", text) for step, text in run.texts.get(_HEALTH, []))
+    for series, points in run.series.items():
+        lost = sorted(step for step, value in points.items() if not math.isfinite(value))
+        at = ", ".join(f"{step:,}" for step in lost[:_SHOWN]) + (", ..." if len(lost) > _SHOWN else "")
+        if lost:
+            yield f"{lost[0]:,}", f"{series} is not finite at {len(lost)} step(s): {at}"
 
 
-def _probes(runs: Runs) -> str:
+def _measured(run: Run) -> list[tuple[str, ...]]:
     """What `probe_results` said last."""
-    texts = [(name, *run.texts[_PROBES][-1]) for name, run in runs.items() if _PROBES in run.texts]
-    rows = [(name, *line.partition(": ")[::2], f"{step:,}") for name, step, text in texts for line in text.splitlines()]
-    return _of_runs(runs, ("transform", "what was measured", "up to step"), rows, _RECORDS)
+    last = run.texts.get(_PROBES, [])[-1:]
+    return [(*line.partition(": ")[::2], f"{step:,}") for step, text in last for line in text.splitlines()]
 
 
 def _ledger(runs: Runs) -> str:
@@ -244,13 +242,9 @@ def _ledger(runs: Runs) -> str:
         with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError):  # a line may be of any form
             found = compare_recorded(next(iter(recorded.values())), one).text
         rows.append((name, f"{min(one.steps)} to {max(one.steps)}", found if rows else ""))
-    head = ["steps recorded", f"against {next(iter(recorded), '')}"][: len(runs)]
-    return _of_runs(runs, head, [row[: len(head) + 1] for row in rows])
-
-
-def _replicas(runs: Runs) -> str:
-    rows = [(name, *row) for name, run in runs.items() for row in replica_rows(run.quorums)]
-    return _of_runs(runs, ("before step", "time", "what happened", "why", "cost"), rows, _RECORDS)
+    if len(runs) == 1:
+        return _table(["steps recorded"], [row[1:2] for row in rows])
+    return _table(["run", "steps recorded", f"against {next(iter(recorded), '')}"], rows)
 
 
 def _profiles(runs: Runs, charts: list[Chart]) -> str:
@@ -277,13 +271,10 @@ def _rehearsals(runs: Runs, charts: list[Chart]) -> str:
     return "".join(parts)
 
 
-def _events(runs: Runs) -> str:
-    rows = []
-    for name, run in runs.items():
-        rows += [(name, f"{step:,}", "resumed after this step") for step in run.resumes]
-        rows += [(name, f"{s:,}", f"{what}: {text}") for what in _EVENTS for s, text in run.texts.get(what, [])]
-        rows += [(name, "", f"checkpoint {each}") for each in run.checkpoints]
-    return _of_runs(runs, ("step", "what happened"), rows)
+def _events(run: Run) -> Iterator[tuple[str, str]]:
+    yield from ((f"{step:,}", "resumed after this step") for step in run.resumes)
+    yield from ((f"{step:,}", f"{what}: {text}") for what in _EVENTS for step, text in run.texts.get(what, []))
+    yield from (("", f"checkpoint {each}") for each in run.checkpoints)
 
 
 def _settings(runs: Runs) -> str:

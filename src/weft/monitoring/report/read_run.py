@@ -235,28 +235,18 @@ def _number(text: str) -> float | str:
 
 
 def _log_of_events(run: Run, place: Path) -> _Log:
+    """Scalars and texts, as TensorBoard itself reads them. Events that a later run purged are left out."""
     log = _Log(place)
     try:
-        log.series, log.texts = _read_events(place)
+        library: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     except ImportError:
         run.problems.append(f"event files were not read: pip install 'torchweft[tracking]' ({place})")
-    return log
-
-
-def _read_events(folder: Path) -> tuple[dict[str, dict[int, float]], dict[str, list[tuple[int, str]]]]:
-    """Scalars by name and step, and texts with their steps, as TensorBoard itself reads them.
-
-    Events that a later run purged are left out.
-
-    Raises:
-        ImportError: The package tensorboard is not installed.
-    """
-    library: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-    accumulator = library.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+        return log
+    accumulator = library.EventAccumulator(str(place), size_guidance={"scalars": 0, "tensors": 0})
     accumulator.Reload()
     tags = accumulator.Tags()
-    scalars = {tag: {int(e.step): float(e.value) for e in accumulator.Scalars(tag)} for tag in tags["scalars"]}
-    texts = {
+    log.series = {tag: {int(e.step): float(e.value) for e in accumulator.Scalars(tag)} for tag in tags["scalars"]}
+    log.texts = {
         tag.removesuffix("/text_summary"): [
             (int(event.step), b"".join(event.tensor_proto.string_val).decode(errors="replace"))
             for event in accumulator.Tensors(tag)
@@ -264,7 +254,7 @@ def _read_events(folder: Path) -> tuple[dict[str, dict[int, float]], dict[str, l
         for tag in tags["tensors"]
         if tag.endswith("/text_summary")
     }
-    return scalars, texts
+    return log
 
 
 def _read_json(run: Run, path: Path) -> None:

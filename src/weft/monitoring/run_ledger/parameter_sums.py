@@ -5,8 +5,10 @@ as `blocks.3`, or else the module that has the parameter. Of the ranks that hold
 one counts it in the sum of its unit. Besides, the others' sums are added up and the first one's is subtracted as often,
 which gives zero unless they differ. Both are summed over all ranks by one message.
 
-[Note: in turn] Sums of rows are made of every parameter each time, in one look at its memory. Sums of columns, and
-norms, take longer: they are made for every eighth unit, in turn by step.
+[Note: in turn] Sums of rows are made of every parameter each time, in one look at its memory. Norms, and sums of
+columns, take longer: they are made for every eighth and every sixteenth unit. Whose turn it is follows from the step
+alone, since ledgers of other steps are compared. All come once in sixteen steps; where each begins is random, so that
+of every eighth step they all come too.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from weft.tensors.blocks import hold
 from weft.tensors.checksums import can_be_read
 from weft.tensors.dtensor import is_sharded, resting_parameters
 
-TURNS = 8
+_TURNS = 16  # of the sums of columns
+_NORMED = 8  # every such unit has its turn with its norm
 
 
 class _Part(NamedTuple):
@@ -77,19 +80,19 @@ class ParameterSums:
             int64 [3, units]: what this rank counts of the exact sums; what is zero over all ranks if replicas are
             equal; the sum of all that it holds. And float64 [units]: what it counts of the sums of squares.
         """
-        tensors, device, turn = self._follow(), self._ctx.device, step % TURNS
+        tensors, device, turn = self._follow(), self._ctx.device, _turn(step)
         sums = torch.zeros(3, len(self.units), dtype=torch.int64, device=device)
         squares = torch.zeros(len(self.units), dtype=torch.float64, device=device)
-        rows, columns, units, blocks = [], [], [], []
+        normed, rows, columns, units, blocks = self.normed(step), [], [], [], []
         for part in self._parts:
             block = _local(tensors[part.number])
             words = part.words.of(block)
             rows.append(words.sum(1).to(device))
-            if part.unit % TURNS == turn and part.factors[0]:
+            if part.unit % _TURNS == turn and part.factors[0]:
                 columns.append(words.sum(0).to(device))
-                if block.is_floating_point() and block.element_size() > 1:
-                    units.append(part.unit)
-                    blocks.append(block)
+            if part.unit in normed and part.factors[0] and block.is_floating_point() and block.element_size() > 1:
+                units.append(part.unit)
+                blocks.append(block)
         if rows:
             sums.index_add_(1, self._unit_of_rows, torch.cat(rows) * self._row_weights)
         if columns:
@@ -98,6 +101,10 @@ class ParameterSums:
             norms = [norm.to(device, torch.float64) for norm in torch_internals.foreach_norm(blocks, 2)]
             squares.index_add_(0, torch.tensor(units).to(device), torch.stack(norms).square())
         return sums, squares
+
+    def normed(self, step: int) -> range:
+        """The units that have norms in this step."""
+        return range(_turn(step) % _NORMED, len(self.units), _NORMED)
 
     def _follow(self) -> list[torch.Tensor]:
         """What holds the values of the parameters; finds out anew how they lie if there are others than before."""
@@ -112,8 +119,8 @@ class ParameterSums:
             self._unit_of_rows = torch.from_numpy(units).to(device)
             each = [weights(part.words.rows, part.salt) * np.array(part.factors)[:, None] for part in self._parts]
             self._row_weights = torch.from_numpy(np.concatenate(each or [np.zeros((3, 0))], 1)).to(device)
-            for turn in range(TURNS):
-                parts = [part for part in self._parts if part.unit % TURNS == turn and part.factors[0]]
+            for turn in range(_TURNS):
+                parts = [part for part in self._parts if part.unit % _TURNS == turn and part.factors[0]]
                 if parts:
                     numbers = np.concatenate([weights(part.words.columns, ~part.salt) for part in parts])
                     places = np.repeat([part.unit for part in parts], [len(part.words.columns) for part in parts])
@@ -152,6 +159,11 @@ def unit_of(name: str) -> str:
     parts = name.split(".")
     index = next((at for at, part in enumerate(parts[:-1]) if part.isdecimal()), None)
     return ".".join(parts[: index + 1] if index is not None else parts[:-1] or parts)
+
+
+def _turn(step: int) -> int:
+    """Which turn it is; see [Note: in turn]."""
+    return (step + mix(step // _TURNS)) % _TURNS
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

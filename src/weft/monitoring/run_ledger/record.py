@@ -33,7 +33,7 @@ from weft.engines.torch.steps.skip import SkippingStep
 from weft.errors import NotSynchronized, listed
 from weft.monitoring.log_start import program_facts
 from weft.monitoring.run_ledger.file import write_line
-from weft.monitoring.run_ledger.parameter_sums import TURNS, ParameterSums
+from weft.monitoring.run_ledger.parameter_sums import ParameterSums
 from weft.monitoring.run_ledger.samples import SampleSums
 from weft.monitoring.values import numbers_of
 from weft.precision.policies import PrecisionOffer
@@ -61,7 +61,7 @@ def ledger(
     numbers in the groups of optimizers, loss and norm of the gradients, digests of the random states, and for each unit
     of the parameters (`blocks.3`) an exact sum over all bits, in which each element has a weight for its place in the
     whole tensor. All of these but the random states are independent of the number of ranks and of the strategy, up to
-    the rounding of what was computed; so for each unit there is a norm as well, every eighth step.
+    the rounding of what was computed; so for each unit there is a norm as well, in every eighth step or so.
 
     Each step is written in the next call, or by `close`: use it in a `with` statement. A resumed run adds to the file,
     and steps that are computed again count as they were recorded last.
@@ -208,7 +208,7 @@ class Ledger:
             line |= dict(zip(given, map(_json, rest), strict=False))
             line |= {"samples": int(samples), "digest": f"{digest:016x}"} if self._samples.are_known else {}
             line |= {"tokens": int(tokens), "sums": [f"{one:016x}" for one in found[:units]]}
-            line["norms"] = {at: _json(norms[at] ** 0.5) for at in range(step % TURNS, units, TURNS)}
+            line["norms"] = {at: _json(norms[at] ** 0.5) for at in self._parameters.normed(step) if units}
             drifted = [at for at, zero in enumerate(found[units:]) if zero]
             if self._writes:
                 if not self._has_started:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,8 @@ class EventFile:
     def __init__(self, folder: Path, purge_step: int | None, flush_s: int) -> None:
         problem, expected = "tensorboard: the package tensorboard is not installed", "the package tensorboard"
         events = import_extra("torch.utils.tensorboard.writer", problem, expected=expected, extra="tracking")
-        self._options = {"purge_step": purge_step, "flush_secs": flush_s or 10}
+        self._make = partial(events.SummaryWriter, folder, purge_step=purge_step, flush_secs=flush_s or 10)
         self._at_once = flush_s == 0
-        self._folder = folder
-        self._make = events.SummaryWriter
         self._writer: Any = None
         self._end: Any = None
 
@@ -64,7 +63,7 @@ class EventFile:
         if rehearses():
             return
         if self._writer is None:
-            self._writer = self._make(self._folder, **self._options)
+            self._writer = self._make()
             self._end = weakref.finalize(self, self._writer.close)  # also at the end of the program
         writer = self._writer
         numbers = numbers_of(values)

@@ -8,9 +8,10 @@ through again when all is known.
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,12 @@ class _Event(NamedTuple):
 
 
 class Allocations:
-    """Every storage that was seen, see [Note: events]."""
+    """Every storage that was seen.
+
+    Attributes:
+        events: See [Note: events].
+        computes: What is not known to be something else is an activation now.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}  # of living storages, by address
@@ -39,38 +45,10 @@ class Allocations:
         self._kinds: list[str] = []  # by number, as the following
         self._lines: list[str] = []
         self._sizes: list[int] = []
-        self._gathered: set[int] = set()
-        self._events: list[_Event] = []
-        self._parts: list[tuple[str, int]] = []  # of the program: a label, and the first event
-        self._end = self._stepped = 0
-        self._ends_in_step = False
-        self._computes = False
+        self.events: list[_Event] = []
+        self.computes = False
 
     # -- what happens --------------------------------------------------------------------------------------
-
-    def begin(self, label: str) -> None:
-        """The next part of the program; in a step, what is not known to be something else is an activation."""
-        gc.collect()  # what only a cycle keeps is freed at some time, which is not the program's
-        self._parts.append((label, len(self._events)))
-        self._computes = label.startswith("step")
-
-    def end(self) -> None:
-        """The program is over; what happens from now on does not count."""
-        gc.collect()
-        self._end = len(self._events)
-
-    def stepped(self) -> None:
-        """The optimizer has stepped."""
-        self._stepped = len(self._events)
-
-    def end_in_step(self, *, is_open: bool) -> None:
-        """The last part is over since then; what is live between steps was seen before it.
-
-        Args:
-            is_open: The last part began after that, and is none.
-        """
-        del self._parts[len(self._parts) - is_open :]
-        self._end, self._ends_in_step = self._stepped, True
 
     def see(self, tensor: torch.Tensor) -> None:
         """A tensor was made, or returned once more."""
@@ -84,11 +62,11 @@ class Allocations:
         number = self._numbers[key] = len(self._kinds)
         self._watched[number] = weakref.ref(storage, lambda _: self._free(key, number))
         line, caller, _ = code_position()
-        kind = "activations" if self._computes else "other"
+        kind = "activations" if self.computes else "other"
         self._kinds.append({"strategy": "gathered", "optimizer": "other"}.get(caller, kind))
         self._lines.append(line)
         self._sizes.append(size)
-        self._events.append(_Event(number, size, line))
+        self.events.append(_Event(number, size, line))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage may have another size now."""
@@ -99,13 +77,13 @@ class Allocations:
     def _resize(self, number: int, size: int) -> None:
         if self._sizes[number] != size:
             self._sizes[number] = size
-            self._events.append(_Event(number, size, code_position().line))
+            self.events.append(_Event(number, size, code_position().line))
 
     def _free(self, key: int, number: int) -> None:
         if self._numbers.get(key) == number:
             del self._numbers[key]
         del self._watched[number]
-        self._events.append(_Event(number, 0, ""))
+        self.events.append(_Event(number, 0, ""))
 
     # -- what it is ----------------------------------------------------------------------------------------
 
@@ -141,52 +119,38 @@ class Allocations:
 
     # -- what was found ------------------------------------------------------------------------------------
 
-    def moments(self) -> tuple[Moment, ...]:
-        """Each part of the program: what is live at its end, and at its peak."""
-        ends = [first for _, first in self._parts[1:]] + [self._end]
-        starts = [first for _, first in self._parts]
-        peaks, live = [], _Live()
-        for start, end in zip(starts, ends, strict=True):
-            at, most = start, live.total
-            for index in range(start, end):
-                live.apply(self._events[index])
-                if live.total > most:
-                    at, most = index + 1, live.total
-            peaks.append(at)
-        wanted = sorted({*peaks, *ends})
-        memories, live, done = {}, _Live(), 0
-        for end in wanted:
-            for event in self._events[done:end]:
-                live.apply(event)
-            done = end
-            memories[end] = self._memory(live, self._events[end - 1].line if end else "")
-        rests = [*ends[:-1], ends[-2]] if self._ends_in_step and len(ends) > 2 else ends
+    def moments(self, labels: Sequence[str], bounds: Sequence[int], *, ends_in_step: bool) -> tuple[Moment, ...]:
+        """Each part of the program: what is live at its end, and at its peak.
+
+        Args:
+            labels: Of the parts.
+            bounds: The first event of each, and of what comes after the last.
+            ends_in_step: The last part is not whole; what is live between steps was seen before it.
+        """
+        ends, totals = bounds[1:], [0]
+        sizes: dict[int, int] = {}
+        for event in self.events:
+            totals.append(totals[-1] + event.bytes - sizes.get(event.number, 0))
+            sizes[event.number] = event.bytes
+        peaks = [max(range(start, end + 1), key=totals.__getitem__) for start, end in itertools.pairwise(bounds)]
+        memories = {end: self._memory(end) for end in {*peaks, *ends}}
+        rests = [*ends[:-1], ends[-2]] if ends_in_step and len(ends) > 2 else ends
         return tuple(
             Moment(label, memories[rest], memories[peak])
-            for (label, _), rest, peak in zip(self._parts, rests, peaks, strict=True)
+            for label, rest, peak in zip(labels, rests, peaks, strict=True)
         )
 
-    def _memory(self, live: _Live, line: str) -> Memory:
+    def _memory(self, end: int) -> Memory:
+        """What is live after so many events."""
+        sizes = {event.number: event.bytes for event in self.events[:end]}
+        line = self.events[end - 1].line if end else ""
         kinds: Counter[str] = Counter()
         holders: Counter[tuple[str, str]] = Counter()
-        for number, size in live.sizes.items():
+        for number, size in sizes.items():
             kinds[self._kinds[number]] += size
             holders[self._kinds[number], self._lines[number]] += size
-        largest = tuple(Holder(kind, size, at or None) for (kind, at), size in holders.most_common(_HOLDERS))
+        largest = tuple(Holder(kind, size, at or None) for (kind, at), size in holders.most_common(_HOLDERS) if size)
         return Memory(**kinds, where=line or None, holders=largest)
-
-
-class _Live:
-    """The storages that live at some time."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
-        self.total = 0
-
-    def apply(self, event: _Event) -> None:
-        self.total += event.bytes - self.sizes.pop(event.number, 0)
-        if event.bytes:
-            self.sizes[event.number] = event.bytes
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

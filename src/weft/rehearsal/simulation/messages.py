@@ -55,46 +55,20 @@ def functional_spaces() -> tuple[str, ...]:
 
 
 class Traffic:
-    """Messages in order: kind, ranks, bytes of the whole."""
+    """All messages.
+
+    Attributes:
+        noted: In order: kind, ranks, bytes of the whole.
+    """
 
     def __init__(self) -> None:
-        self._found: list[tuple[str, tuple[int, ...], int]] = []
-        self._ranks: dict[str, tuple[int, ...]] = {}
-        self._steps = [0]  # the first message of each
-        self._stepped = 0
-        self._exchange: int | None = None  # its first message
-
-    def begin(self, label: str) -> None:
-        """The next part of the program; "exchange": of what ranks exchange that step apart."""
-        if label == "exchange":
-            self._exchange = len(self._found)
-        else:
-            self._steps.append(len(self._found))
-
-    def stepped(self) -> None:
-        """Here the optimizer has stepped."""
-        self._stepped = len(self._found)
-
-    def end_in_step(self, *, is_open: bool) -> None:
-        """What came after that is no part of a step.
-
-        Args:
-            is_open: The last step began after that, and is none.
-        """
-        del self._steps[len(self._steps) - is_open :]
-        del self._found[self._stepped :]
+        self.noted: list[tuple[str, tuple[int, ...], int]] = []
 
     def note(self, kind: str, group: Any, size: int) -> None:
         """One message."""
-        ranks = group.ranks if isinstance(group, PretendedGroup) else self._ranks_of(group)
+        ranks = group.ranks if isinstance(group, PretendedGroup) else tuple(dist.get_process_group_ranks(group))
         if len(ranks) > 1:
-            self._found.append((kind, ranks, size))
-
-    def _ranks_of(self, group: dist.ProcessGroup) -> tuple[int, ...]:
-        name = str(group.group_name)
-        if name not in self._ranks:
-            self._ranks[name] = tuple(dist.get_process_group_ranks(group))
-        return self._ranks[name]
+            self.noted.append((kind, ranks, size))
 
     def see(self, func: Any, args: Sequence[Any]) -> None:
         """An operation that may be a message. Pretended groups note theirs, but for those that never reach them."""
@@ -115,20 +89,9 @@ class Traffic:
                 whole *= resolved.size()
             self.note(kind, resolved, whole)
 
-    def setup(self, axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
-        """Those before the last step."""
-        return _summed(self._found[: self._steps[-1]], axes, per_node)
 
-    def of_step(self, axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
-        """Those of the last step."""
-        return _summed(self._found[self._steps[-1] : self._exchange], axes, per_node)
-
-    def of_exchange(self, axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
-        """Those of the exchange, if there was one."""
-        return () if self._exchange is None else _summed(self._found[self._exchange :], axes, per_node)
-
-
-def _summed(found: list[tuple[str, tuple[int, ...], int]], axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
+def summed(found: list[tuple[str, tuple[int, ...], int]], axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
+    """Messages by kind and axis."""
     counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
     sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for kind, ranks, size in found:

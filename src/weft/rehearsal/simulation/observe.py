@@ -8,7 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import SourceFileLoader
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -16,10 +16,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from weft import torch_internals
 from weft.engines.torch.steps.local import LocalSteps
 from weft.private_names import replaced
+from weft.rehearsal.memory import Moment
+from weft.rehearsal.messages import Message
 from weft.rehearsal.simulation.allocations import Allocations
-from weft.rehearsal.simulation.messages import Traffic, functional_spaces
+from weft.rehearsal.simulation.messages import Traffic, functional_spaces, summed
 
 Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+class _Part(NamedTuple):
+    label: str
+    event: int  # the first one of the memory
+    message: int
 
 
 class ProgramObserver:
@@ -33,13 +41,23 @@ class ProgramObserver:
     def __init__(self) -> None:
         self.allocations = Allocations()
         self.traffic = Traffic()
+        self._parts: list[_Part] = []
+        self._end = self._stepped = self._next_part("")
+        self._ends_in_step = False
         self._apart: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
 
     def begin(self, label: str) -> None:
         """The next part of the program: "build", "step 1", ..., "exchange"."""
+        self._settle()
+        self._parts.append(self._next_part(label))
+        self.allocations.computes = label.startswith("step")
+
+    def _next_part(self, label: str) -> _Part:
+        return _Part(label, len(self.allocations.events), len(self.traffic.noted))
+
+    def _settle(self) -> None:
         self.allocations.look_at_modules()
-        self.allocations.begin(label)
-        self.traffic.begin(label)
+        gc.collect()  # what only a cycle keeps is freed at some time, which is not the program's
 
     def look_at_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps: what it keeps, and whether `local_steps` follows its steps."""
@@ -56,13 +74,12 @@ class ProgramObserver:
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
-        self.allocations.stepped()
-        self.traffic.stepped()
+        self._stepped = self._next_part("")
 
     def end(self) -> None:
-        """The program is over."""
-        self.allocations.look_at_modules()
-        self.allocations.end()
+        """The program is over; what happens from now on does not count."""
+        self._settle()
+        self._end = self._next_part("")
 
     def end_in_step(self, *, is_open: bool) -> None:
         """The program is over, and has let everything go: its last step ended when the optimizer had stepped.
@@ -70,8 +87,23 @@ class ProgramObserver:
         Args:
             is_open: It has begun another one.
         """
-        self.allocations.end_in_step(is_open=is_open)
-        self.traffic.end_in_step(is_open=is_open)
+        del self._parts[len(self._parts) - is_open :]
+        self._end, self._ends_in_step = self._stepped, True
+
+    def moments(self) -> tuple[Moment, ...]:
+        """The memory of each part."""
+        bounds = [part.event for part in (*self._parts, self._end)]
+        labels = [part.label for part in self._parts]
+        return self.allocations.moments(labels, bounds, ends_in_step=self._ends_in_step)
+
+    def messages(self, axes: dict[str, int], per_node: int) -> tuple[tuple[Message, ...], ...]:
+        """Those before the last step, those of the last step, and those of the exchange, if there was one."""
+        begins = {part.label: part.message for part in self._parts}
+        exchange = begins.pop("exchange", self._end.message)
+        step = max(begins.values())
+        noted = self.traffic.noted
+        parts = noted[:step], noted[step:exchange], noted[exchange : self._end.message]
+        return tuple(summed(part, axes, per_node) for part in parts)
 
 
 class Observer(torch_internals.dispatch_mode.base):  # type: ignore[misc, name-defined]
@@ -105,39 +137,17 @@ def _is_accumulating() -> bool:
 
 
 @contextlib.contextmanager
-def _shapes_unseen() -> Iterator[None]:
-    """Let DTensor find out the shapes of results, of tensors in whole, without anybody looking."""
-    propagator, name = torch_internals.propagate.home  # imported here: it takes half a second
-    before = getattr(propagator, name)
-
-    def propagate(self: Any, schema: Any) -> Any:
-        with torch_internals.without_modes():
-            return before(self, schema)
-
-    with replaced(propagator, **{name: propagate}):
-        yield
-
-
-@contextlib.contextmanager
-def _imports_unseen() -> Iterator[None]:
-    """Let modules that are imported meanwhile have tensors as ever: they stay when this is over."""
-    execute: Any = SourceFileLoader.exec_module  # of a base class
-
-    def exec_module(self: Any, module: Any) -> None:
-        with torch_internals.without_modes():
-            execute(self, module)
-
-    with torch_internals.without_modes():
-        pass  # it imports modules itself
-    with replaced(SourceFileLoader, exec_module=exec_module):
-        yield
-
-
-@contextlib.contextmanager
-def _workers_unseen() -> Iterator[None]:
-    """Let workers of loaders, which are copies of this process, make tensors as ever, and this one receive them."""
+def _unseen_parts() -> Iterator[None]:
+    """Let code that is no part of the program have tensors as ever, without anybody looking."""
+    with _nobody_looks():  # it imports modules: torch's own of DTensor take half a second
+        places = (
+            torch_internals.propagate.home,  # DTensor finds out the shapes of results, of tensors in whole
+            (SourceFileLoader, "exec_module"),  # modules that are imported meanwhile stay when this is over
+            torch_internals.worker_loop.home,  # workers of loaders are copies of this process,
+            torch_internals.try_get.home,  # which receives what they make
+        )
     with contextlib.ExitStack() as stack:
-        for owner, name in (torch_internals.worker_loop.home, torch_internals.try_get.home):
+        for owner, name in places:
             stack.enter_context(replaced(owner, **{name: _unseen(getattr(owner, name))}))
         yield
 
@@ -145,10 +155,16 @@ def _workers_unseen() -> Iterator[None]:
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # pickled by its name, if workers are spawned
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch_internals.without_modes(), torch_internals.without_functions():
+        with _nobody_looks():
             return function(*args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def _nobody_looks() -> Iterator[None]:
+    with torch_internals.without_modes(), torch_internals.without_functions():
+        yield
 
 
 @contextlib.contextmanager
@@ -186,9 +202,7 @@ def observing(found: ProgramObserver, call: Call = lambda func, args, kwargs: fu
         register_optimizer_step_post_hook(look),
         replaced(torch.UntypedStorage, resize_=resize_),
         _nothing_freed_by_chance(),
-        _imports_unseen(),
-        _workers_unseen(),
-        _shapes_unseen(),
+        _unseen_parts(),
         Observer(found, call),
     ):
         yield

@@ -68,12 +68,13 @@ class Simulation:
 
     Attributes:
         assumed: What was taken for granted.
+        numbers: What is read otherwise.
     """
 
     def __init__(self, assume: Assumed, numbers: Numbers) -> None:
         self.assumed: dict[str, None] = {}
         self._assume = assume
-        self._numbers = numbers
+        self.numbers = numbers
         self._choosing: str | None = None  # the last line that chose without values
         self._overwritten: dict[int, weakref.ref[Any]] = {}  # storages that had values, by address
 
@@ -223,7 +224,7 @@ class Simulation:
             if key in self._assume:
                 self.assumed[f"{line}: a number that is read is {self._assume[key]}"] = None
                 return kind(self._assume[key])
-        return self._numbers.read(line, kind)
+        return self.numbers.read(line, kind)
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, offs: Any = None, *_: Any, **given: Any) -> torch.Tensor:
@@ -251,15 +252,14 @@ def _aligned(log_probs: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tens
 class _Reads(TorchFunctionMode):
     """Functions that read memory, past all operations."""
 
-    def __init__(self, fake: Any, simulation: Simulation, numbers: Numbers) -> None:
+    def __init__(self, fake: Any, simulation: Simulation) -> None:
         super().__init__()
         self._fake = fake
         self._simulation = simulation
-        self._numbers = numbers
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._numbers.operation()  # where torch's own code does not run: some of it cannot pass on an error
+        self._simulation.numbers.operation()  # where torch's own code does not run: some of it cannot pass on an error
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
             tree, is_fake = torch_internals.tree.found, torch_internals.fake_tensor.holds
             leaves, spec = tree.tree_flatten(args[0])
@@ -335,7 +335,7 @@ def without_memory(assume: Assumed, numbers: Numbers) -> Iterator[Simulation]:
     """Let tensors have no memory inside."""
     fake = torch_internals.fake_mode(allow_non_fake_inputs=True)
     simulation = Simulation(assume, numbers)
-    reads = _Reads(fake, simulation, numbers)
+    reads = _Reads(fake, simulation)
     converter: Any = fake.fake_tensor_converter.meta_converter
     swap: Any = torch.utils.swap_tensors
 

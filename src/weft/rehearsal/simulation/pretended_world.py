@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +33,8 @@ def pretended_world(size: int, rank: int, per_node: int, note: Note, mail: Mail)
     world.group_count = _FIRST_NAME
 
     def create(options: Any, _: Any) -> PretendedGroup:
-        return PretendedGroup(options.global_ranks_in_group, options.group_rank, per_node, note, mail)
+        ranks = options.global_ranks_in_group or range(size)  # torch names none of the default group
+        return PretendedGroup(ranks, options.group_rank, per_node, note, mail)
 
     def to_tensor(*args: Any) -> Any:
         with torch_internals.without_modes():
@@ -42,16 +44,12 @@ def pretended_world(size: int, rank: int, per_node: int, note: Note, mail: Mail)
     pickled = getattr(sends, name_of_send)
     done = dict.fromkeys(_BY_LAUNCHED, lambda *_, **__: None)
     mail.begin()
-    torch_internals.BACKENDS.of(Backend)[BACKEND.upper()] = torch_internals.backend(create, True)  # noqa: FBT003
-    Backend.backend_list.append(BACKEND)
-    Backend.backend_capability[BACKEND] = ["cpu"]
-    Backend.backend_type_map[BACKEND] = dist.ProcessGroup.BackendType.CUSTOM
+    Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
     try:
-        group = PretendedGroup(range(size), rank, per_node, note, mail)
-        store = dist.HashStore()
-        names: dict[int, int] = {each: each for each in range(size)}
-        torch_internals.use_group(group)
-        _register(group, store, names)
+        torch_internals.use_group(None)
+        with replaced(sys, excepthook=sys.excepthook):  # torch sets one of its own
+            dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
+        group: Any = dist.group.WORLD
         with replaced(sends, **{name_of_send: to_tensor}), replaced(dist, **done):
             yield group
     finally:
@@ -62,23 +60,8 @@ def pretended_world(size: int, rank: int, per_node: int, note: Note, mail: Mail)
             each.set(c10d, value)
         world.group_count = count
         torch_internals.use_group(default)
+        delattr(Backend, BACKEND.upper())
         Backend.backend_list.remove(BACKEND)
         del torch_internals.BACKENDS.of(Backend)[BACKEND.upper()]
         del Backend.backend_capability[BACKEND], Backend.backend_type_map[BACKEND]
         forget_groups()
-
-
-def _register(group: PretendedGroup, store: dist.Store, ranks: dict[int, int]) -> None:
-    """As `init_process_group` does."""
-    world: Any = torch_internals.world.found
-    name = str(_FIRST_NAME - 1)
-    torch_internals.NAME_GROUP.of(group)(name)
-    torch_internals.DESCRIBE_GROUP.of(group)("default_pg")
-    world.pg_map[group] = (BACKEND, store)
-    world.pg_names[group] = name
-    world.pg_backend_config[group] = f"cpu:{BACKEND}"
-    world.pg_group_ranks[group] = ranks
-    world.tags_to_pg.setdefault("", []).append(group)
-    world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
-    world.pg_to_tag[group] = f"ptd:{name}"
-    torch_internals.register_group(name, group)

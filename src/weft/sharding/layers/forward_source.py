@@ -105,10 +105,7 @@ def fixes_heads(module: nn.Module, names: Collection[str]) -> bool:
     code = _parsed(module)
     if code is None:
         return True
-    calls = [node for node in ast.walk(code) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    sizes = [one for call in calls if _name_of(call) in ("view", "reshape", "unflatten") for one in call.args]
+    calls = [node for node in ast.walk(code) if isinstance(node, ast.Call)]
+    methods = [(call.func.attr, call.args) for call in calls if isinstance(call.func, ast.Attribute)]
+    sizes = [one for name, args in methods if name in ("view", "reshape", "unflatten") for one in args]
     return any(isinstance(node, ast.Attribute) and node.attr in names for one in sizes for node in ast.walk(one))
-
-
-def _name_of(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else ""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from weft import torch_internals
-from weft.contract.select_modules import fits_pattern
+from weft.contract.select_modules import fits_pattern, is_within
 from weft.engines.options import FusedPart
 from weft.errors import AlreadyApplied, ContextError, ContractError, listed, type_error, value_error
 from weft.sharding.layers.forward_source import only_feeds
@@ -177,7 +177,7 @@ def check_ties(module: nn.Module, styles: Styles) -> None:
     for name, part in module.named_modules():
         for own, p in torch_internals.PARAMETERS.of(part).items():
             if p is not None:
-                style = next((s for n, s in styles.items() if name == n or name.startswith(f"{n}.")), None)
+                style = next((s for n, s in styles.items() if is_within(name, n)), None)
                 users.setdefault(id(p), {})[f"{name}.{own}" if name else own] = style
     for names in users.values():
         inner = [name.rpartition(".")[0] for name, style in names.items() if style is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from weft.context import DistContext
 from weft.contract import agree_on_parameters, check_quantized_weights, layouts, offered
 from weft.engines import Spmd
 from weft.engines.options import FusedPart, TensorOptions
-from weft.engines.results import TensorParallel
 from weft.engines.torch.keyed_dropout.keyed import KeyedDropout
 from weft.errors import ContextError
 from weft.peers.ledger import Ledger
@@ -36,6 +35,9 @@ from weft.sharding.meta import WeightSource, is_meta, on_meta_anywhere, with_val
 from weft.sharding.shard_checks import check_optimizers, check_weights, groups_of
 from weft.sharding.shard_module import exchange_parameters
 
+if TYPE_CHECKING:  # slow to import
+    from weft.engines.torch.parallel.tensor_module import TensorParallelModule
+
 _WHAT = "tensor_parallel"
 
 
@@ -48,7 +50,7 @@ def cut_layers(
     sequence: bool,
     rebind: Sequence[torch.optim.Optimizer],
     weights: WeightSource,
-) -> TensorParallel | None:
+) -> TensorParallelModule | None:
     """Check everything, agree with the other ranks, then cut the layers of `module`.
 
     Changes: `module` and the optimizers, as `tensor_parallel` says. Collectives: as it says.
@@ -86,19 +88,21 @@ def cut_layers(
         check_hooks(module, styles)
         if any(style == "vocab" and isinstance(module.get_submodule(n), nn.Embedding) for n, style in styles.items()):
             check_torch(f'{_WHAT}: "vocab"', "2.13", "DTensor loses the mask of an embedding that is cut by rows")
-    attributes = attributes_of(module, styles, fused, ranks)
-    options = replace(_options(module, styles, sequence=sequence), fused=fused, attributes=attributes)
-    options = replace(options, head_tables=bool(head_tables(module, styles)))
-    facts = {**options.facts(), "axis": axis, "plan": {n: str(s) for n, s in styles.items()}, "later": later}
-    facts["fused"] = {name: list(sizes) for name, sizes in widths.items()}
-    facts["rebind"] = groups_of(module, rebind)
+    options = _options(module, styles, fused, ranks, sequence=sequence)
     if ctx.world_size > 1:
+        facts = options.facts() | {
+            "axis": axis,
+            "plan": {name: str(style) for name, style in styles.items()},
+            "fused": widths,
+            "later": later,
+            "rebind": groups_of(module, rebind),
+        }
         agree_on_parameters(_WHAT, module, ctx, facts)
         on_meta = on_meta_anywhere(_WHAT, on_meta, ctx.require_collective(_WHAT))
     line = ctx.on(ctx.axes[0][0] if ctx.world_size == 1 else axis)
     old = dict(module.named_parameters())
     source = with_values(_WHAT, module, ctx, line, weights, on_meta=on_meta)
-    cut: TensorParallel | None = None
+    cut: TensorParallelModule | None = None
     if ranks > 1:
         assert line.group is not None
         assert ctx.mesh is not None
@@ -133,7 +137,9 @@ def _check_axis(ctx: DistContext, axis: str) -> None:
         )
 
 
-def _options(module: nn.Module, styles: Styles, *, sequence: bool) -> TensorOptions:
+def _options(
+    module: nn.Module, styles: Styles, fused: Mapping[str, tuple[FusedPart, ...]], ranks: int, *, sequence: bool
+) -> TensorOptions:
     """What of the names in a plan the engine has to know."""
     words = ("replicate", "sequence") if sequence else ("replicate",)
     summed = tuple(f"{name}." for name, style in styles.items() if isinstance(style, str) and style in words)
@@ -148,6 +154,9 @@ def _options(module: nn.Module, styles: Styles, *, sequence: bool) -> TensorOpti
         gathers=gathered_once(module, styles, set(blocks)),
         blocks=tuple(blocks),
         inside=inside,
+        fused=fused,
+        attributes=attributes_of(module, styles, fused, ranks),
+        head_tables=bool(head_tables(module, styles)),
         transposed=frozenset(name for name in styles if is_transposed(module.get_submodule(name))),
         summed=tuple(name for name, _ in module.named_parameters() if name.startswith(summed)),
     )

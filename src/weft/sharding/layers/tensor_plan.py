@@ -25,7 +25,7 @@ from torch import nn
 
 from weft import torch_internals
 from weft.checks import check_module
-from weft.contract.select_modules import fits_pattern
+from weft.contract.select_modules import fits_pattern, is_within
 from weft.errors import listed, value_error
 from weft.sharding.layers.adapter_layers import styles_inside
 from weft.sharding.layers.linear_layers import column_style
@@ -149,15 +149,11 @@ def blocks_around(module: nn.Module, names: list[str]) -> dict[str, list[str]]:
     """The lists of blocks around these parts, outermost lists alone, and the names of the blocks in each."""
     found: dict[str, list[str]] = {}
     for prefix, part in module.named_modules():
-        if isinstance(part, (nn.ModuleList, nn.Sequential)) and not any(_inside(prefix, outer) for outer in found):
+        if isinstance(part, (nn.ModuleList, nn.Sequential)) and not any(is_within(prefix, outer) for outer in found):
             blocks = [f"{prefix}.{name}" if prefix else name for name, _ in part.named_children()]
-            if prefix and any(_inside(name, block) and name != block for name in names for block in blocks):
+            if prefix and any(is_within(name, block) and name != block for name in names for block in blocks):
                 found[prefix] = blocks
     return found
-
-
-def _inside(name: str, outer: str) -> bool:
-    return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def _has_layer(part: nn.Module) -> bool:
@@ -173,7 +169,7 @@ def _own_plan(module: nn.Module) -> dict[str, str]:
         # Of a wrapper that asks what it wraps, such as PEFT's, the plan is that of a part.
         own = "_tp_plan" in part.__dict__ or hasattr(type(part), "_tp_plan")
         plan: Any = getattr(part, "_tp_plan", None) if own else None
-        if plan and not any(_inside(prefix, outer) for outer in found):
+        if plan and not any(is_within(prefix, outer) for outer in found):
             found[prefix] = {f"{prefix}.{pattern}" if prefix else pattern: str(word) for pattern, word in plan.items()}
     return {pattern: word for plan in found.values() for pattern, word in plan.items()}
 
@@ -226,7 +222,7 @@ def _others_in_blocks(module: nn.Module, styles: Mapping[str, str]) -> dict[str,
     def look(name: str) -> None:
         for own, part in module.get_submodule(name).named_children():
             full = f"{name}.{own}"
-            if any(_inside(one, full) for one in cut):
+            if any(is_within(one, full) for one in cut):
                 if full not in columns:
                     look(full)
             elif type(part).__name__.endswith("Norm") or _is_mixture(part):

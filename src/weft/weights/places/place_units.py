@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weft.contract.select_modules import Selection, select, select_apart
+from weft.contract.select_modules import Selection, has_forward, select, select_apart
 from weft.engines.torch.streaming.slots import slot_bytes
 from weft.sharding.meta import own_tensors
 from weft.sharding.units import blocks_of
 from weft.weights.places.module_sizes import bytes_of
+
+_WHAT = "plan_placement"
 
 
 class PlaceUnit(NamedTuple):
@@ -38,11 +40,10 @@ class PlaceUnit(NamedTuple):
         return self.parameters + self.buffers
 
 
-def place_units(what: str, module: nn.Module, chosen: Selection | None, keep: Selection) -> list[PlaceUnit]:
+def place_units(module: nn.Module, chosen: Selection | None, keep: Selection) -> list[PlaceUnit]:
     """The units of a module in the order of `named_modules()`; first, under "", all that lies in no other.
 
     Args:
-        what: Name of the function, for errors.
         module: On any device.
         chosen: Parts that are not split; None: the classes that a model of transformers names, or repeated blocks.
         keep: Parts that are not streamed.
@@ -51,9 +52,9 @@ def place_units(what: str, module: nn.Module, chosen: Selection | None, keep: Se
         ValueError: A choice chooses nothing, parts within each other, or what is never called.
         TypeError: Something given chooses no parts.
     """
-    blocks = _own_blocks(module) if chosen is None else list(select_apart(what, module, chosen).values())
+    blocks = _own_blocks(module) if chosen is None else list(select_apart(_WHAT, module, chosen).values())
     parts = dict(_parts(module, {id(part) for part in blocks}))
-    kept = select(what, module, keep).values() if _is_given(keep) else ()
+    kept = select(_WHAT, module, keep).values() if _is_given(keep) else ()
     stays = {id(part) for outer in kept for part in outer.modules()}
     held = {id(tensor) for part in parts.values() for tensor in (*part.parameters(), *part.buffers())}
     rest = list(_beside(module, parts.values()))
@@ -100,7 +101,7 @@ def classes_within(module: nn.Module, unit: PlaceUnit) -> list[str]:
 
 
 def _is_list(part: nn.Module) -> bool:
-    return isinstance(part, nn.Sequential) or type(part).forward is nn.Module.forward
+    return isinstance(part, nn.Sequential) or not has_forward(part)
 
 
 def _own_blocks(module: nn.Module) -> list[nn.Module]:

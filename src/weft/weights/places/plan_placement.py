@@ -199,7 +199,7 @@ def plan_placement(
     check_not_lazy("plan_placement", module)
     check_choice("plan_placement", "balance", balance, ("sequential", "even", "low_0"))
     limits = _limits(budgets)
-    found = place_units("plan_placement", module, units, keep)
+    found = place_units(module, units, keep)
     sizes = {place: _number(limit) for place, limit in limits.items()}
     choice = choose_places(found, sizes, balance)
     if choice is None:
@@ -218,7 +218,7 @@ def _raise_full(
     more = [] if "disk" in sizes else ['or "disk": None beside it']
     with contextlib.suppress(ValueError):  # these cannot be units
         classes = classes_within(module, largest)
-        less = _least(place_units("plan_placement", module, classes, keep), sizes, balance)
+        less = _least(place_units(module, classes, keep), sizes, balance)
         if less < least:
             more.append(f"or units={classes}: {less} bytes")
     raise value_error(

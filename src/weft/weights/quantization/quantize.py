@@ -98,16 +98,14 @@ def quantized(
         "quantized", ctx, lambda: {one: quantizer(one, engine, double=double) for one in schemes}
     )
     chosen = on_all("quantized", ctx, lambda: _chosen(module, ctx, scheme, skip, weights))
-    layers = {name: layer for name, (layer, _) in chosen.items()}
-    of_layers = {name: own for name, (_, own) in chosen.items()}
-    how = {name: known[own] for name, own in of_layers.items()}
+    how = {name: known[own] for name, own in chosen.items()}
     engines = sorted({one.engine for one in known.values()})
-    facts = {"scheme": of_layers, "engine": engines, "layers": list(layers), "dtype": str(dtype), "double": double}
+    facts = {"scheme": chosen, "engine": engines, "layers": list(chosen), "dtype": str(dtype), "double": double}
     ctx.agree("quantized", facts)
     if weights is None:
-        on_all("quantized", ctx, lambda: _swap(module, layers, None, how, compute, ctx))
+        on_all("quantized", ctx, lambda: _swap(module, None, how, compute, ctx))
     else:
-        _load(module, layers, Path(weights), how, compute, ctx)
+        _load(module, Path(weights), how, compute, ctx)
     for name in {flag for one in known.values() for flag in one.flags}:
         setattr(module, name, True)  # PEFT asks for them, and chooses its kind of layer by them
     record = Applied(
@@ -124,8 +122,8 @@ def _chosen(
     scheme: str | Mapping[str, Scheme | None],
     skip: Sequence[str] | None,
     weights: object,
-) -> dict[str, tuple[nn.Linear, str]]:
-    """The layers to be quantized, by name, each with its scheme."""
+) -> dict[str, str]:
+    """The layers to be quantized: the scheme of each, by its name."""
     line = f"model, ctx = weft.quantized(model, ctx, {scheme!r:.60})"
     if ctx.records(module):
         raise OrderError(
@@ -176,7 +174,7 @@ def _chosen(
             expected="layers with weights of their own",
             fix=f"skip={tuple(shared)!r}",
         )
-    return {name: (part, str(schemes[name])) for name, part in chosen.items()}
+    return {name: str(schemes[name]) for name in chosen}
 
 
 def _kept(module: nn.Module) -> set[nn.Module]:
@@ -203,7 +201,6 @@ def _is_shared(layer: nn.Linear, module: nn.Module) -> bool:
 
 def _load(
     module: nn.Module,
-    layers: dict[str, nn.Linear],
     path: Path,
     how: Mapping[str, Quantizer],
     compute: torch.dtype | None,
@@ -215,6 +212,7 @@ def _load(
         source = as_named_now(from_path("quantized", path, "model"), module)
         return source, WeightAssignment(module, source, ctx, elsewhere={}, strict=True, dtype=compute, what="quantized")
 
+    layers = {name: module.get_submodule(name) for name in how}
     source, fitting = on_all("quantized", ctx, settle)
     ctx.agree("quantized", fitting.facts())
 
@@ -225,7 +223,7 @@ def _load(
         return WeightAssignment(module, left, ctx, elsewhere={}, strict=True, dtype=compute, within=own)
 
     try:
-        on_all("quantized", ctx, lambda: _swap(module, layers, source, how, compute, ctx))
+        on_all("quantized", ctx, lambda: _swap(module, source, how, compute, ctx))
         placement = on_all("quantized", ctx, rest)
         placement.read("quantized")
     except BaseException:
@@ -238,28 +236,27 @@ def _load(
 @torch.no_grad()
 def _swap(
     module: nn.Module,
-    layers: dict[str, nn.Linear],
     source: WeightFiles | None,
     how: Mapping[str, Quantizer],
     compute: torch.dtype | None,
     ctx: DistContext,
 ) -> None:
     if source is not None:
-        used = [stored for name, stored in source.tensors.items() if name.rpartition(".")[0] in layers]
+        used = [stored for name, stored in source.tensors.items() if name.rpartition(".")[0] in how]
         source.verify(used, number=ctx.rank, of=ctx.world_size)
-    for name in list(layers):
-        layer = layers[name] if source is not None else layers.pop(name)  # one that has values is let go here
+    for name, quantizing in how.items():
+        layer: Any = module.get_submodule(name)
         dtype = compute or layer.weight.dtype
         if source is None:
             weight, bias = layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype)
         else:
             weight = _read(source, f"{name}.weight", dtype)
             bias = None if layer.bias is None else _read(source, f"{name}.bias", dtype)
-        made = how[name].quantize(weight, bias, dtype, ctx.device)
+        made = quantizing.quantize(weight, bias, dtype, ctx.device)
         made.train(layer.training)
         for parameter in made.parameters():
             parameter.requires_grad = False
-        if made.bias is not None:
+        if layer.bias is not None:
             made.bias.requires_grad_(layer.bias.requires_grad)
         module.set_submodule(name, made)
 

@@ -68,21 +68,17 @@ def _bitsandbytes(library: Any, scheme: str, *, double: bool) -> Quantizer:
     parts = library.nn
 
     def four(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> Any:
-        out, into = weight.shape
-        with torch.device("meta"):
-            layer = parts.Linear4bit(into, out, bias=bias is not None, compute_dtype=dtype, quant_type=scheme)
+        layer = _without_weight(parts.Linear4bit, weight, bias, compute_dtype=dtype, quant_type=scheme)
         layer.weight = parts.Params4bit(
             weight, requires_grad=False, quant_type=scheme, compress_statistics=double, module=layer
         )
-        return _with_bias(layer, bias).to(device)
+        return layer.to(device)
 
     def eight(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> Any:
         del dtype  # that of the inputs
-        out, into = weight.shape
-        with torch.device("meta"):
-            layer = parts.Linear8bitLt(into, out, bias=bias is not None, has_fp16_weights=False)
+        layer = _without_weight(parts.Linear8bitLt, weight, bias, has_fp16_weights=False)
         layer.weight = parts.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-        return _with_bias(layer, bias).to(device)
+        return layer.to(device)
 
     if scheme == "int8":
         return Quantizer("bitsandbytes", eight, ("is_loaded_in_8bit",))
@@ -95,18 +91,19 @@ def _torchao(library: Any, scheme: str) -> Quantizer:
 
     def eight(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> Any:
         del dtype
-        out, into = weight.shape
-        with torch.device("meta"):
-            layer = nn.Linear(into, out, bias=bias is not None)
-        layer.weight = nn.Parameter(weight.to(device), requires_grad=False)
-        _with_bias(layer, None if bias is None else bias.to(device))
-        quantization.quantize_(layer, getattr(quantization, config)())
+        layer = _without_weight(nn.Linear, weight, bias)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        quantization.quantize_(layer.to(device), getattr(quantization, config)())
         return layer
 
     return Quantizer("torchao", eight)
 
 
-def _with_bias(layer: Any, bias: torch.Tensor | None) -> Any:
+def _without_weight(kind: Any, weight: torch.Tensor, bias: torch.Tensor | None, **options: object) -> Any:
+    """A layer for a weight [out, in], which it is yet to get, with its bias."""
+    out, into = weight.shape
+    with torch.device("meta"):
+        layer = kind(into, out, bias=bias is not None, **options)
     if bias is not None:
         layer.bias = nn.Parameter(bias)
     return layer

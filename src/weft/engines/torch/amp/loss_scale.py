@@ -150,17 +150,10 @@ class LossScale:
 
     # -- at the optimizer's step -----------------------------------------------------------------
 
-    def grow(self) -> None:
-        """Count a good step; now and then the scale grows."""
-        self._update(self._no)
-
-    def back_off(self) -> None:
-        """Shrink the scale after an overflow."""
-        self._update(self._no + 1)
-
-    def _update(self, overflow: torch.Tensor) -> None:
-        o = self.options
-        torch_internals.update_scale(self.value, self._growth, overflow, o.growth, o.backoff, o.growth_every)
+    def adjust(self, *, overflow: bool) -> None:
+        """Shrink the scale after an overflow; or count a good step, after some of which it grows."""
+        o, found = self.options, self._no + overflow
+        torch_internals.update_scale(self.value, self._growth, found, o.growth, o.backoff, o.growth_every)
         self.moved_at = self.backwards
 
     def settle(self, stepped: Collection[int]) -> None:

@@ -255,10 +255,7 @@ def saved_ops(save: Any) -> tuple[Any, ...]:
         ValueError: An unknown name, or an operation that torch decomposes before it runs.
         TypeError: Neither a name nor an operation.
     """
-    found: dict[Any, None] = {}
-    for op in save:
-        found.update(dict.fromkeys(_resolve(op)))
-    return tuple(found)
+    return tuple(dict.fromkeys(found for op in save for found in _resolve(op)))
 
 
 def _resolve(op: Any) -> list[Any]:

@@ -21,10 +21,10 @@ from torch import nn
 from weft import torch_internals
 from weft.engines.torch.parts.left_gathered import drop_gathered
 from weft.errors import ContractError, listed, value_error
+from weft.precision import LOW
 from weft.tensors.blocks import cut_as, sharded_as
 from weft.tensors.dtensor import is_sharded
 
-_LOW = (torch.float16, torch.bfloat16)
 Named = dict[str, torch.Tensor]
 
 
@@ -133,7 +133,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to(torch.float32 if tensor.dtype in _LOW else tensor.dtype, copy=True)
+    return tensor.detach().to(torch.float32 if tensor.dtype in LOW else tensor.dtype, copy=True)
 
 
 def _by_kind(

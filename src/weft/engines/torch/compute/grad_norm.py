@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from weft import torch_internals
 from weft.errors import value_error
+from weft.precision import LOW
 from weft.tensors.dtensor import is_sharded, local
 from weft.tensors.messages import grouped
 from weft.tensors.remote_parameter import is_elsewhere
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 Ranks = tuple[int, ...]
 Cut = tuple[Ranks, ...]  # the sets of ranks over which the shards of a gradient lie; () for a whole one
 Kind = tuple[torch.device, torch.dtype]
-_LOW = (torch.float16, torch.bfloat16)
 
 
 class GradientRanks(NamedTuple):
@@ -42,25 +42,13 @@ class GradientRanks(NamedTuple):
 
     Attributes:
         cut: The sets of ranks over which their shards lie.
-        line: The ranks of which only some have them; () if all have.
+        line: The ranks of which only some have them; None if all have.
         is_copy: Whether another rank of the line adds them up, as of weights that are tied over stages.
     """
 
     cut: Cut = ()
-    line: Ranks = ()
+    line: dist.ProcessGroup | None = None
     is_copy: bool = False
-
-
-class PartlyHeld(NamedTuple):
-    """Who has a parameter that not all ranks have.
-
-    Attributes:
-        group: The ranks of which some have it.
-        is_copy: Whether this rank has a copy, and another one is its owner.
-    """
-
-    group: dist.ProcessGroup
-    is_copy: bool
 
 
 class TotalNorm(NamedTuple):
@@ -79,12 +67,11 @@ class Gradients:
     """The gradients of some parameters, as this rank holds them."""
 
     def __init__(
-        self, parameters: Iterable[torch.Tensor], device: torch.device, partly: Mapping[int, PartlyHeld]
+        self, parameters: Iterable[torch.Tensor], device: torch.device, partly: Mapping[int, GradientRanks]
     ) -> None:
         self._device = device
-        lines = {one: tuple(dist.get_process_group_ranks(held.group)) for one, held in partly.items()}
-        self._partly = {one: GradientRanks((), lines[one], held.is_copy) for one, held in partly.items()}
-        self._lines = {lines[one]: held.group for one, held in partly.items()}
+        self._partly = partly  # who has parameters that not all ranks have, by their ids
+        self._lines = list(dict.fromkeys(held.line for held in partly.values()))
         self._dtype = torch.float32  # of the norm, if gradients are cut
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
         with torch.no_grad():
@@ -100,7 +87,9 @@ class Gradients:
             if is_elsewhere(p):
                 continue
             if isinstance(gradient, CutGradient):
-                pieces.setdefault(line._replace(cut=self._ranks_of(gradient)), []).append(gradient.piece())
+                group = gradient.group
+                cut = () if group is None or dist.get_world_size(group) == 1 else (self._ranks_of(group),)
+                pieces.setdefault(line._replace(cut=cut), []).append(gradient.piece())
                 self._dtype = torch.promote_types(self._dtype, gradient.dtype.to_real())
                 continue
             layout = gradient if gradient is not None and is_sharded(gradient) else p
@@ -119,12 +108,10 @@ class Gradients:
                 layouts[key].append(gradient.to_local() if is_sharded(gradient) else gradient)
         return pieces
 
-    def _ranks_of(self, gradient: CutGradient) -> Cut:
-        if gradient.group is None or dist.get_world_size(gradient.group) == 1:
-            return ()
-        ranks = tuple(dist.get_process_group_ranks(gradient.group))
-        self._groups.setdefault(ranks, gradient.group)
-        return (ranks,)
+    def _ranks_of(self, group: dist.ProcessGroup) -> Ranks:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self._groups.setdefault(ranks, group)
+        return ranks
 
     def _cut_of(self, tensor: DTensor) -> Cut:
         cut: list[Ranks] = []
@@ -137,10 +124,7 @@ class Gradients:
                     fix="p.grad = p.grad.redistribute(placements=p.placements)",
                 )
             if not placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
-                group = tensor.device_mesh.get_group(axis)
-                ranks = tuple(dist.get_process_group_ranks(group))
-                self._groups.setdefault(ranks, group)
-                cut.append(ranks)
+                cut.append(self._ranks_of(tensor.device_mesh.get_group(axis)))
         return tuple(cut)
 
     # -- the norm --------------------------------------------------------------------------------
@@ -190,9 +174,9 @@ class Gradients:
             numbers = _all_reduce(numbers, p, self._groups[ranks])
             powers.update(zip(members, numbers.unbind(), strict=True))
         parts = [rest, *(power for place, power in powers.items() if not place.line)]
-        for line, group in self._lines.items():
+        for line in self._lines:
             mine = [torch.zeros_like(rest), *(power for place, power in powers.items() if place.line == line)]
-            parts += _all_reduce(_joined(mine, p).reshape(1), p, group).unbind()
+            parts += _all_reduce(_joined(mine, p).reshape(1), p, line).unbind()
         value = _joined(parts, p)
         if p != math.inf:
             value = value.pow(1 / p)
@@ -245,13 +229,13 @@ def _norm(kinds: Mapping[Kind, list[torch.Tensor]], p: float, device: torch.devi
         kinds = {kind: same for kind, same in full.items() if same}
     if not kinds:
         return torch.zeros((), device=device)
-    if len(kinds) > 1 and not any(dtype in _LOW for _, dtype in kinds):
+    if len(kinds) > 1 and not any(dtype in LOW for _, dtype in kinds):
         # The order of the kinds decides the last bit.
         total: torch.Tensor = torch.nn.utils.get_total_norm([t for same in kinds.values() for t in same], p)
         return total
     norms: list[torch.Tensor] = []
     for (_, dtype), same in kinds.items():
-        norms += torch_internals.foreach_norm(same, p, dtype=torch.float32 if dtype in _LOW else None)
+        norms += torch_internals.foreach_norm(same, p, dtype=torch.float32 if dtype in LOW else None)
     if len(kinds) > 1:
         norms = [norm.to(norms[0].device) for norm in norms]
     joined: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
@@ -268,7 +252,7 @@ def _power(norm: torch.Tensor, p: float) -> torch.Tensor:
     return norm if p == math.inf else norm.pow(p)
 
 
-def _all_reduce(numbers: torch.Tensor, p: float, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_reduce(numbers: torch.Tensor, p: float, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The sums over the ranks of `group`, or the maxima for p = inf."""
     if p != math.inf:
         dist.all_reduce(numbers, dist.ReduceOp.SUM, group=group)

@@ -48,8 +48,7 @@ def prefetch(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         yield from batches
         return
     if device.type == "mps":
-        for batch in batches:
-            yield move(batch, device)
+        yield from (move(batch, device) for batch in batches)
         return
     stream = torch.Stream(device=device)
     ahead: tuple[Any, torch.Event] | None = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.options import Reduction, ShardOptions
-from weft.engines.peers import Peers
 from weft.engines.torch.fsdp.gather_order import watch_order
 from weft.engines.torch.fsdp.own_parameters import OwnParameters
 from weft.engines.torch.fsdp.pending_gradients import PendingGradients
@@ -49,6 +48,7 @@ from weft.engines.torch.parts.dtensor_reads import ReadChecks
 from weft.engines.torch.parts.linear_loss import HeadReads
 from weft.engines.torch.reducing.separate_reduction import SeparateReduction
 from weft.engines.torch.reducing.strategy import Strategy
+from weft.peers.ledger import Ledger
 from weft.tensors.dtensor import spec_of, state_of
 
 
@@ -56,7 +56,7 @@ class ShardedModule(Strategy):
     """FSDP2 on one module, as later transforms see it."""
 
     def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Peers
+        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Ledger
     ) -> None:
         super().__init__(module, group, options, peers)
         self._only_inputs = False  # the backward pass that runs is for gradients of inputs
@@ -82,6 +82,12 @@ class ShardedModule(Strategy):
         self._order = watch_order(self._what, module, list(self._units.groups()), group, peers, mesh.device_type)
         watch_reductions(self._units.groups(), self._unused, self._entrance)
         self._own = OwnParameters(self._what, module, self._units, self._removable)
+
+    @override
+    def same_weights(self) -> tuple[Ledger, Iterable[nn.Parameter]] | None:
+        """The shards, and the ranks that hold the same ones."""
+        others = self._peers.copies
+        return None if others is None or not self._units.are_copied else (others, self._trained.named().values())
 
     # -- what others may ask ---------------------------------------------------------------------
 
@@ -180,8 +186,7 @@ class ShardedModule(Strategy):
             self._units.start_anew(module)
         elif torch.is_grad_enabled():
             when_entered(output, self._entrance)
-            if self._buffers is not None:
-                self._buffers.watch(output)
+            self._buffers.watch(output)
         else:
             # No backward will free what was gathered, and `parameters()` shall be what is trained.
             self._units.reshard()
@@ -227,21 +232,19 @@ class ShardedModule(Strategy):
             self._unused.begin(self._trained.named() if self.finds_unused else None)
 
     def _end(self) -> None:
-        if self._only_inputs:
-            self._only_inputs = False
+        if self._only_inputs or not self.enabled or self._group is None:
             self._pass_on_buffers(lambda: self._retains_graph, reduced=False)
-            if self.enabled:
+            if not self._only_inputs:
+                self._held.pending = not self.enabled
+            elif self.enabled:
                 self._units.synchronize(enabled=True)
-            return
-        if not self.enabled or self._group is None:
-            self._held.pending = not self.enabled
-            self._pass_on_buffers(lambda: self._retains_graph, reduced=False)
+            self._only_inputs = False
             return
         self._order.check_called(self._unused.reduced)
         self._order.end()
         self._note_reduction()
         self._held.pending = False
-        unused = self._unused.names().union(self._trained.average_unsharded())
+        unused = self._unused.names().union(self._trained.unsharded.average())
         if self.finds_unused:
             self._unused.forget(unused, self._trained.named(), self._trained.every, self._group)
         self._pass_on_buffers(lambda: self._retains_graph)

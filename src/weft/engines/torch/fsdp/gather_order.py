@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.peers import Peers
 from weft.errors import NotSynchronized, PeerError, listed
+from weft.peers.ledger import Ledger
 from weft.tensors.messages import as_sent
 
 _KINDS = ("gathers {} in forward", "gathers {} in forward without gradients", "gathers {} in backward", "reduces {}")
@@ -60,7 +60,7 @@ class GatherOrder:
     """
 
     def __init__(
-        self, what: str, names: Mapping[Any, str], group: dist.ProcessGroup, peers: Peers, device: str
+        self, what: str, names: Mapping[Any, str], group: dist.ProcessGroup, peers: Ledger, device: str
     ) -> None:
         """Know nothing yet.
 
@@ -213,7 +213,7 @@ class GatherOrder:
 
 
 def watch_order(
-    what: str, module: nn.Module, groups: Sequence[Any], group: dist.ProcessGroup, peers: Peers, device: str
+    what: str, module: nn.Module, groups: Sequence[Any], group: dist.ProcessGroup, peers: Ledger, device: str
 ) -> GatherOrder:
     """Let each unit say what it gathers and reduces.
 

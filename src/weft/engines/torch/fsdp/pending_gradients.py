@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from weft.engines.peers import Peers
 from weft.engines.torch.fsdp.units import Units
 from weft.errors import NotSynchronized
+from weft.peers.ledger import Ledger
 from weft.tensors.dtensor import local
 
 
@@ -26,7 +26,7 @@ class PendingGradients:
         pending: Whether they hold gradients.
     """
 
-    def __init__(self, what: str, class_name: str, units: Units, peers: Peers) -> None:
+    def __init__(self, what: str, class_name: str, units: Units, peers: Ledger) -> None:
         self.pending = False
         self._what = what
         self._class_name = class_name

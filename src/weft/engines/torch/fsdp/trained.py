@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.peers import Peers
 from weft.engines.torch.fsdp.refusals import check_loaded
 from weft.engines.torch.fsdp.units import Units
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.reducing.separate_reduction import SeparateReduction
+from weft.peers.ledger import Ledger
 from weft.tensors.remote_parameter import is_elsewhere
 
 
@@ -70,7 +70,7 @@ class TrainedShards:
         self.unsharded.take(dict(module.named_parameters()), self._entrance)
         self.on_meta = False
 
-    def look(self, module: nn.Module, peers: Peers) -> None:
+    def look(self, module: nn.Module, peers: Ledger) -> None:
         """Notice parameters that were added, frozen or unfrozen since the last call.
 
         Collectives: if others are trained now, two meetings: ranks that reduce other ones would send other sizes.
@@ -80,7 +80,3 @@ class TrainedShards:
             self._watch.look(module)
             self._watch.agree(peers)
             self.unsharded.take(dict(module.named_parameters()), self._entrance)
-
-    def average_unsharded(self) -> list[str]:
-        """Average the gradients of parameters that FSDP2 does not cut, as `SeparateReduction.average` does."""
-        return self.unsharded.average() if self.unsharded.named else []

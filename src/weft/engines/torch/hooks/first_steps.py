@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.peers import Peers, differing
 from weft.engines.torch.hooks.backward_session import after_callbacks
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.hooks.program_lines import strategy_line
 from weft.errors import AlreadyApplied, NotSynchronized, listed, warn
+from weft.peers.ledger import Ledger
 from weft.tensors.blocks import memory_of
 from weft.tensors.checksums import can_be_read, checksums
 from weft.tensors.dtensor import local
@@ -41,7 +41,7 @@ class FirstSteps:
         wants_gradients: Whether gradients are.
     """
 
-    def __init__(self, what: str, class_name: str, peers: Peers) -> None:
+    def __init__(self, what: str, class_name: str, peers: Ledger) -> None:
         self._what = what
         self._class_name = class_name
         self._peers = peers
@@ -121,7 +121,7 @@ class FirstSteps:
     def _compare_first(self, weights: Mapping[str, torch.Tensor]) -> None:
         mine = dict(zip(weights, checksums(weights.values()), strict=True))
         reduced = {f"{_GRADIENT}{name}": number for name, number in (self._reduced or {}).items()}
-        found = differing(self._peers, "weights before the first step", mine | reduced)
+        found = self._peers.differing("weights before the first step", mine | reduced)
         gradients = [name.removeprefix(_GRADIENT) for name in found if name.startswith(_GRADIENT)]
         wrong = [name for name in found if not name.startswith(_GRADIENT)]
         if not found:

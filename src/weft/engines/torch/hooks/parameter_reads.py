@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import TracebackType
+import traceback
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -25,7 +24,8 @@ def explain_read(what: str, module: nn.Module, error: BaseException | None) -> N
     if error is None or "DTensor" not in str(error):
         return
     names = {id(part): name for name, part in module.named_modules()}
-    readers = [part for part in _modules_of(error.__traceback__) if id(part) in names]
+    callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    readers = [part for part in callers if isinstance(part, nn.Module) and id(part) in names]
     if not readers:
         return
     reader = readers[-1]  # the innermost
@@ -42,11 +42,3 @@ def explain_read(what: str, module: nn.Module, error: BaseException | None) -> N
                 else f"weft.{what}(..., units=...) without the one that is read; its parameters go with {kind} then",
             )
         )
-
-
-def _modules_of(trace: TracebackType | None) -> Iterator[nn.Module]:
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            yield owner
-        trace = trace.tb_next

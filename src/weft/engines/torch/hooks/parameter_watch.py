@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.peers import Peers
 from weft.engines.torch.hooks.program_lines import part_expression, strategy_line
 from weft.errors import ContractError, listed
+from weft.peers.ledger import Ledger
 from weft.tensors.remote_parameter import is_elsewhere
 
 
@@ -60,7 +60,7 @@ class ParameterWatch:
         """Whether a parameter was frozen or unfrozen since."""
         return [p.requires_grad for p in self._parameters] != self._flags
 
-    def agree(self, peers: Peers, **facts: Any) -> list[Any]:
+    def agree(self, peers: Ledger, **facts: Any) -> list[Any]:
         """Agree with the ranks that have the same parameters about which are trained. Collectives: two meetings.
 
         Returns:

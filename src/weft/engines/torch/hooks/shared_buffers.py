@@ -13,24 +13,35 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from weft import torch_internals
+from weft.tensors.messages import broadcast
 from weft.tensors.nested import tensors
 
 
 class SharedBuffers:
-    """The buffers of one module, as one rank has them."""
+    """The buffers of one module, as one rank has them.
 
-    def __init__(self, module: nn.Module) -> None:
+    Attributes:
+        shared: Whether there are any, and they are to be the same on all ranks. Otherwise nothing happens here.
+    """
+
+    def __init__(self, module: nn.Module, *, shared: bool) -> None:
+        self.shared = shared and any(True for _ in module.buffers())
         self._module = weakref.ref(module)
         self._waiting: weakref.WeakSet[_BufferPass] = weakref.WeakSet()  # a graph alone holds each
         self._entered: set[_BufferPass] = set()
         self._away: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what the module has, and in whose place
 
-    @torch_internals.untraced
     def watch(self, output: Any) -> None:
-        """The module was called with gradients, and returned this."""
+        """The module was called, and returned this."""
+        if self.shared and torch.is_grad_enabled():
+            self._watch(output)
+
+    @torch_internals.untraced
+    def _watch(self, output: Any) -> None:
         if torch_internals.graph_task_id() != -1:
             return  # computed again, inside backward
         one = _BufferPass()
@@ -50,9 +61,14 @@ class SharedBuffers:
             self._away = {}
 
     def tensors(self) -> list[torch.Tensor]:
-        """All buffers, each once."""
+        """Those that are shared, each once."""
         module = self._module()
-        return [] if module is None else list(module.buffers())
+        return list(module.buffers()) if module is not None and self.shared else []
+
+    def broadcast(self, group: dist.ProcessGroup) -> None:
+        """Give all ranks of a group the values of the first one."""
+        if self.shared:
+            self.receive(lambda buffers: broadcast(buffers, group), is_first=dist.get_rank(group) == 0)
 
     def receive(self, into: Callable[[list[torch.Tensor]], object], *, is_first: bool) -> None:
         """Let the values of all buffers arrive; this rank's are the ones if it `is_first`."""

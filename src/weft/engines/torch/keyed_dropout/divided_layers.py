@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.probes.whole_unit import is_in
 
 
 class DividedLayers:
@@ -47,16 +48,12 @@ class DividedLayers:
 
     def widths_at(self, name: str) -> frozenset[int]:
         """The sizes of the last dimension of activations that are divided where a module computes; empty: none is."""
-        found = [widths for part, widths in self._widths.items() if _is_within(name, part)]
+        found = [widths for part, widths in self._widths.items() if is_in(name, part)]
         return frozenset().union(*found)
 
     def _divided(self, name: str, module: nn.Module, args: object, output: Any) -> None:
         self._widths.setdefault(name.rpartition(".")[0], set()).add(output.shape[-1])
 
     def _whole(self, name: str, module: nn.Module, args: object, output: Any) -> None:
-        for part in [part for part in self._widths if _is_within(name, part)]:
+        for part in [part for part in self._widths if is_in(name, part)]:
             del self._widths[part]
-
-
-def _is_within(name: str, part: str) -> bool:
-    return not part or name == part or name.startswith(f"{part}.")

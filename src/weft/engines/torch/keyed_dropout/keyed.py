@@ -247,13 +247,23 @@ class KeyedDropout(Attached):
         name = self._running[-1]
         forward, number = self._forwards.get(seed >> _SHIFT), seed % (1 << _SHIFT)
         if forward is not None and forward.rows is None:
-            raise self._unknown_rows()
+            raise ContractError(
+                f"keyed_dropout: it is not known which samples {self._kind} is called with",
+                found="tensors that the loader did not give, and no batch, or several, since the call before",
+                expected="a call for each batch of the loader, or the loader's own tensors among the arguments",
+                fix="for x, y in loader:\n                model(x)  # or model.eval(), where nothing is dropped",
+            )
         if forward is not None and forward.rows is not None and number == len(forward.draws):
             self._check_computed_again()
             forward.draws.append(_Draw(name, forward.rows.draws[name]))
             forward.rows.draws[name] += 1
         if forward is None or number >= len(forward.draws) or forward.draws[number].module != name:
-            raise self._unknown_state()
+            raise ContractError(
+                f"keyed_dropout: a block of {self._kind} is computed again with another random state",
+                found=f"dropout of {name!r} in a backward pass, after a forward that is not known any more",
+                expected="blocks that are computed again with the random state of their forward, as is the default",
+                fix="weft.recompute(model, ctx, blocks=..., keep_rng=True); checkpoint(..., preserve_rng_state=True)",
+            )
         torch.default_generator.manual_seed(seed + 1)
         return forward, forward.draws[number]
 
@@ -312,22 +322,6 @@ class KeyedDropout(Attached):
                 expected="dropout alone, or numbers that follow from the samples: others differ between ranks",
                 fix="weft.rng.keyed_uniform(rows.ids, seed=ctx.seed, epoch=rows.epoch)  # in place of torch.rand",
             )
-
-    def _unknown_state(self) -> ContractError:
-        return ContractError(
-            f"keyed_dropout: a block of {self._kind} is computed again with another random state",
-            found=f"dropout of {self._running[-1]!r} in a backward pass, after a forward that is not known any more",
-            expected="blocks that are computed again with the random state of their forward, as is the default",
-            fix="weft.recompute(model, ctx, blocks=..., keep_rng=True); checkpoint(..., preserve_rng_state=True)",
-        )
-
-    def _unknown_rows(self) -> ContractError:
-        return ContractError(
-            f"keyed_dropout: it is not known which samples {self._kind} is called with",
-            found="tensors that the loader did not give, and no batch, or several, since the call before",
-            expected="a call for each batch of the loader, or the loader's own tensors among the arguments",
-            fix="for x, y in loader:\n                model(x)  # or model.eval(), where nothing is dropped",
-        )
 
 
 def _lengths(given: Sequence[torch.Tensor], rows: RowKeys | None) -> frozenset[int]:

@@ -62,7 +62,7 @@ class FusedColumns:
         parent = module.get_submodule(own)
         self.has_run = False
         self._parent = weakref.ref(parent)
-        self._values = {n: (value, getattr(parent, n)) for n, value in options.attributes.get(own, {}).items()}
+        self._values = {n: (getattr(parent, n), value) for n, value in options.attributes.get(own, {}).items()}
         self.whole = [part.width for part in parts]
         self.local = [part.width // part.pieces for part in parts]
         held = [chunk(sum(self.whole), ranks, one) for one in range(ranks)]
@@ -77,17 +77,11 @@ class FusedColumns:
         """Let the process group go."""
         self._how = None
 
-    def begin(self) -> None:
-        """From here on, sizes are those of this rank."""
-        self.has_run = True
-        for name, (local, _) in self._values.items():
-            setattr(self._parent(), name, local)
-
-    def end(self) -> None:
-        """From here on, sizes are those of one process."""
-        self.has_run = False
-        for name, (_, whole) in self._values.items():
-            setattr(self._parent(), name, whole)
+    def set_sizes(self, *, local: bool) -> None:
+        """From here on, sizes are those of this rank, or of one process."""
+        self.has_run = local
+        for name, (whole, own) in self._values.items():
+            setattr(self._parent(), name, own if local else whole)
 
     def exchange(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         """A hook after the layer: [..., rows of this rank] to [..., its share of each part].
@@ -96,7 +90,7 @@ class FusedColumns:
         """
         del module, args
         assert self._how is not None
-        self.begin()
+        self.set_sizes(local=True)
         columns = output.movedim(-1, 0)
         flat = torch.cat([columns.narrow(0, at, size) for at, size in self._sent])
         (arrived,) = exchanged(self._how, [flat]) if flat.numel() else [flat]
@@ -136,7 +130,7 @@ def with_local_sizes(
             return call(*args, **kwargs)
     finally:
         for layer in layers:
-            layer.end()
+            layer.set_sizes(local=False)
 
 
 class _LocalSizesMode(TorchFunctionMode):

@@ -100,8 +100,8 @@ class PartSums:
         Raises:
             ContractError: On all ranks.
         """
-        named = {n: p for n, p in module.named_parameters() if n not in self._others and not p.is_meta}
-        named = {name: p for name, p in named.items() if p.requires_grad}
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad and not p.is_meta}
+        named = {name: p for name, p in trained.items() if name not in self._others}
         gradients = [p.grad for p in named.values()]
         if named and not any(gradient is not None for gradient in gradients):
             return

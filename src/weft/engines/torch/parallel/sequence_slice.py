@@ -82,7 +82,7 @@ class SlicedSequences:
 
     def alone(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         """The module, called with whole sequences. Collectives: one all-gather per argument."""
-        return self._call(name, *self._sliced(args, kwargs)[1], whole=True)
+        return self._call(*self._sliced(args, kwargs)[1], whole=True)
 
     def measure(self, name: str, args: Args, kwargs: Kwargs, *, gradients: bool) -> Iterator[Compared]:
         """Compare what is returned: of each place, and a loss as the mean over the ranks.
@@ -95,24 +95,24 @@ class SlicedSequences:
         """
         del gradients  # of each place; the strategy that averages them over this axis is measured itself
         self._turn += 1
-        is_loss = yield from self._compare(name, args, kwargs)
+        is_loss = yield from self._compare(args, kwargs)
         if is_loss and self._turn == 1:
             with parts_suppressed():  # of so few, it may be undefined
-                yield from self._compare(name, args, kwargs, few=True)
+                yield from self._compare(args, kwargs, few=True)
         if any(map(is_added, kwargs.values())):
             with parts_suppressed():  # the model may need it
-                yield from self._compare(name, args, kwargs, few=True, given=True)
+                yield from self._compare(args, kwargs, few=True, given=True)
 
     def _compare(
-        self, name: str, args: Any, kwargs: Any, *, few: bool = False, given: bool = False
+        self, args: Any, kwargs: Any, *, few: bool = False, given: bool = False
     ) -> Generator[Compared, None, bool]:
         n, trains, fix = self._ranks.number, torch.is_grad_enabled(), _GIVEN if given else ""
         with torch.no_grad(), WithoutDropout() as observed, _without_fast_path():
-            parts, whole, expected = self._whole(name, args, kwargs, few, given)
+            parts, whole, expected = self._whole(args, kwargs, few, given)
             is_loss = any(one.ndim == 0 and one.is_floating_point() for one in expected)
-            counted = self._counted(name, whole) if is_loss and trains else []
+            counted = self._counted(whole) if is_loss and trains else []
             try:
-                found = self._returned(name, parts, whole=False)
+                found = self._returned(parts, whole=False)
             except OTHERS:
                 raise
             except OF_PARTS as error:
@@ -142,30 +142,30 @@ class SlicedSequences:
                 yield Compared(what, one, _nearest(wanted, one), 0.0, limit, fix)
         return is_loss
 
-    def _whole(self, name: str, args: Any, kwargs: Any, few: bool, given: bool) -> tuple[Any, Any, list[torch.Tensor]]:
+    def _whole(self, args: Any, kwargs: Any, few: bool, given: bool) -> tuple[Any, Any, list[torch.Tensor]]:
         """Some rows, in parts and whole, and what is returned for them whole; more, if some cannot be computed."""
         while not few and self._needs < 2:  # of groups of rows, or of documents whose ends are given
             with parts_suppressed():
                 parts, whole = self._sliced(args, kwargs)
-                return parts, whole, self._returned(name, whole, whole=True)
+                return parts, whole, self._returned(whole, whole=True)
             self._needs += 1
         parts, whole = self._sliced(args, kwargs, few, given)
-        return parts, whole, self._returned(name, whole, whole=True)
+        return parts, whole, self._returned(whole, whole=True)
 
-    def _counted(self, name: str, whole: Any) -> list[list[torch.Tensor]]:
+    def _counted(self, whole: Any) -> list[list[torch.Tensor]]:
         """What is returned where one number among the arguments is smaller, for each that may be so."""
         found = []
         for call in _with_counts(whole, self._ranks.number):
             with parts_suppressed():  # it may be no count
-                found.append(self._returned(name, call, whole=True))
+                found.append(self._returned(call, whole=True))
         return found
 
-    def _returned(self, name: str, call: Any, *, whole: bool) -> list[torch.Tensor]:
-        with no_trace(self.units[name]):  # all begin with the same random states and attributes
-            return returned_tensors(self._call(name, *call, whole=whole), numbers=False)
+    def _returned(self, call: Any, *, whole: bool) -> list[torch.Tensor]:
+        with no_trace(self.units[""]):  # all begin with the same random states and attributes
+            return returned_tensors(self._call(*call, whole=whole), numbers=False)
 
-    def _call(self, name: str, args: Any, kwargs: Any, *, whole: bool) -> Any:
-        module = self.units[name]
+    def _call(self, args: Any, kwargs: Any, *, whole: bool) -> Any:
+        module = self.units[""]
         with self._undivided() if whole else contextlib.nullcontext():
             return functional_call(module, {n: b.clone() for n, b in module.named_buffers()}, args, kwargs)
 

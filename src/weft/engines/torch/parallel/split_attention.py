@@ -49,22 +49,24 @@ class SplitAttention(Attached):
     Attributes:
         inside: Whether one of them computes at this moment.
         off: Whether they attend to what they are given, as in one process.
+        ranks: That hold the parts; None once their process group is gone.
+        method: How they exchange them.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], ranks: SequenceRanks, method: Method) -> None:
         super().__init__()
         self.inside = self.off = False
-        self._arounds = {name: _Around(self, name, ranks, method) for name in modules}
+        self.ranks: SequenceRanks | None = ranks
+        self.method: Method = method
         for name, module in modules.items():
-            attach(module, self._removable, around=self._arounds[name], methods=["forward"])
+            attach(module, self._removable, around=_Around(self, name), methods=["forward"])
             if isinstance(module, nn.MultiheadAttention):
                 # With a hook on it, the layers of torch call it in eval mode, too, instead of a kernel of their own.
                 attach(module, self._removable, before=_nothing)
 
     def release(self) -> None:
         """Let the process group go; forward raises from now on."""
-        for around in self._arounds.values():
-            around.ranks = None
+        self.ranks = None
 
 
 def _nothing(module: nn.Module, args: object, kwargs: object) -> None:
@@ -77,11 +79,9 @@ class _Around:
     A compiler shares what it compiled among instances as long as it reads nothing that differs: the name is for errors.
     """
 
-    def __init__(self, attention: SplitAttention, name: str, ranks: SequenceRanks, method: Method) -> None:
+    def __init__(self, attention: SplitAttention, name: str) -> None:
         self.attention = attention
         self.name = name
-        self.ranks: SequenceRanks | None = ranks
-        self.method: Method = method
 
     def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward.
@@ -93,7 +93,7 @@ class _Around:
         attention = self.attention
         if attention.off:
             return call(*args, **kwargs)
-        if self.ranks is None:
+        if attention.ranks is None:
             raise ContextError(
                 "context_parallel: attention cannot exchange anything, its process group is gone",
                 found=f"a call of attention module {self.name!r} after the context was closed",
@@ -102,7 +102,7 @@ class _Around:
             )
         if attention.inside:  # an attention module inside another: its calls are caught once
             return call(*args, **kwargs)
-        caught = _AttentionMode(self, self.ranks)
+        caught = _AttentionMode(self, attention.ranks)
         attention.inside = True
         try:
             # What is compiled has no masks: `keyed_dropout` leaves the parts that may drop out of it.
@@ -167,18 +167,20 @@ class _AttentionMode(TorchFunctionMode):
         self.calls += 1
         del enable_gqa  # the numbers of heads say it
         at = self._at
-        _check_shapes(at, query, key)
+        _check_shapes(at, self._ranks.number, query, key)
         masks = None if torch.compiler.is_compiling() else keyed_masks()
         if dropout_p and masks is None:
-            raise _dropout_refused(at.name, dropout_p)
+            raise ContractError(
+                f"context_parallel: attention module {at.name!r} drops weights with probability {dropout_p}",
+                found=f"dropout {dropout_p} inside of attention",
+                expected="no dropout there, or masks that do not depend on who computes them",
+                fix="model, loader, ctx = weft.keyed_dropout(model, loader, ctx)  # before context_parallel; "
+                "or attention_dropout=0.0 in the config, or dropout=0.0 for nn.MultiheadAttention",
+            )
         mask, is_lower = (None, False) if attn_mask is None else _mask_needed(at, self._ranks, attn_mask, query)
         query, key, value = _cast_together(query, key, value)
         call = _AttentionCall(self._ranks, mask, is_causal or is_lower, scale, dropout_p, masks)
-        if at.method == "heads":
-            if query.shape[1] % self._ranks.number:
-                raise _heads_refused(at.name, query.shape[1], self._ranks.number)
-            return _attend_in_heads(call, query, key, value)
-        return _attend_whole(call, query, key, value)
+        return (_attend_in_heads if at.attention.method == "heads" else _attend_whole)(call, query, key, value)
 
 
 class _AttentionCall(NamedTuple):
@@ -191,20 +193,10 @@ class _AttentionCall(NamedTuple):
     dropout: float
     masks: Masks | None
 
-
-def _compute(
-    call: _AttentionCall,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    part: AttentionPart,
-    mask: torch.Tensor | None,
-    *,
-    causal: bool,
-) -> torch.Tensor:
-    """Some heads or queries, `part` of all of them."""
-    grouped = query.shape[1] != key.shape[1]
-    return attention(call.masks, query, key, value, mask, call.dropout, causal, call.scale, grouped, part)
+    def compute(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: AttentionPart) -> torch.Tensor:
+        """Some heads or queries, `part` of all of them."""
+        grouped = query.shape[1] != key.shape[1]
+        return attention(self.masks, query, key, value, self.mask, self.dropout, self.causal, self.scale, grouped, part)
 
 
 def _attend_in_heads(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -219,8 +211,7 @@ def _attend_in_heads(call: _AttentionCall, query: torch.Tensor, key: torch.Tenso
     query, key, value = parts_to_heads(call.ranks, query, key, value)
     heads = query.shape[1]
     part = AttentionPart(call.ranks.rank * heads, n * heads)
-    output = _compute(call, query, key, value, part, call.mask, causal=call.causal)
-    return heads_to_parts(call.ranks, output)
+    return heads_to_parts(call.ranks, call.compute(query, key, value, part))
 
 
 def _attend_whole(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -233,7 +224,7 @@ def _attend_whole(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, 
     length = key.shape[-2]
     mine = chunks(length, ranks.number, ranks.rank, ranks.order)
     if not call.causal or call.mask is not None:
-        return _compute(call, query, key, value, AttentionPart(queries=mine), call.mask, causal=call.causal)
+        return call.compute(query, key, value, AttentionPart(queries=mine))
     outputs, done = [], 0
     for run in mine:
         mask = None
@@ -243,39 +234,27 @@ def _attend_whole(call: _AttentionCall, query: torch.Tensor, key: torch.Tensor, 
         seen = key[..., : run.stop, :], value[..., : run.stop, :]
         part = AttentionPart(queries=[run], continues=done > 0)
         some = query[..., done : done + len(run), :]
-        outputs.append(_compute(call, some, *seen, part, mask, causal=mask is None))
+        run_call = _AttentionCall(ranks, mask, mask is None, call.scale, call.dropout, call.masks)
+        outputs.append(run_call.compute(some, *seen, part))
         done += len(run)
     return torch.cat(outputs, -2)
 
 
-def _heads_refused(name: str, heads: int, ranks: int) -> ContractError:
-    """The error for heads that cannot be shared out evenly."""
-    return ContractError(
-        f"context_parallel: {heads} heads of {name!r} cannot be shared by {ranks} ranks",
-        found=f"{heads} heads of queries on this rank, {ranks} ranks along the axis",
-        expected='heads that divide by the ranks, or method="gather", which leaves them together',
-        fix='weft.context_parallel(model, ctx, method="gather")',
-    )
-
-
-def _dropout_refused(name: str, probability: float) -> ContractError:
-    """The error for attention that drops some of its weights."""
-    return ContractError(
-        f"context_parallel: attention module {name!r} drops weights with probability {probability}",
-        found=f"dropout {probability} inside of attention",
-        expected="no dropout there, or masks that do not depend on who computes them",
-        fix="model, loader, ctx = weft.keyed_dropout(model, loader, ctx)  # before context_parallel; "
-        "or attention_dropout=0.0 in the config, or dropout=0.0 for nn.MultiheadAttention",
-    )
-
-
-def _check_shapes(at: _Around, query: torch.Tensor, key: torch.Tensor) -> None:
+def _check_shapes(at: _Around, ranks: int, query: torch.Tensor, key: torch.Tensor) -> None:
     if query.ndim != 4 or key.shape[-2] != query.shape[-2]:
         raise ContractError(
             f"context_parallel: attention module {at.name!r} attends to something else than its own sequence",
             found=f"queries {list(query.shape)}, keys {list(key.shape)}",
             expected="self-attention [batch, heads, places, width]: a query for each key; no cache of earlier keys",
             fix="model(..., use_cache=False) with whole sequences, or the model without context_parallel",
+        )
+    heads = query.shape[1]
+    if at.attention.method == "heads" and heads % ranks:
+        raise ContractError(
+            f"context_parallel: {heads} heads of {at.name!r} cannot be shared by {ranks} ranks",
+            found=f"{heads} heads of queries on this rank, {ranks} ranks along the axis",
+            expected='heads that divide by the ranks, or method="gather", which leaves them together',
+            fix='weft.context_parallel(model, ctx, method="gather")',
         )
 
 
@@ -296,11 +275,11 @@ def _mask_needed(
         (mask,) = (keys.mT for keys in gather_sequences(ranks, mask.mT))
     elif columns != part * ranks.number or rows not in (1, part, columns):
         return None, _is_causal(at, mask, part, ranks.number)
-    elif at.method == "gather" and rows == columns:
+    elif at.attention.method == "gather" and rows == columns:
         mask = rows_of_rank(ranks, mask)
-    elif at.method == "heads" and rows == part:
+    elif at.attention.method == "heads" and rows == part:
         (mask,) = gather_sequences(ranks, mask)
-    if at.method == "heads" and mask.shape[1] == heads > 1:
+    if at.attention.method == "heads" and mask.shape[1] == heads > 1:
         mask = mask.narrow(1, ranks.rank * (heads // ranks.number), heads // ranks.number)
     return mask, False
 

@@ -23,7 +23,6 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.options import TensorOptions
-from weft.engines.peers import Peers
 from weft.engines.probes import Probe
 from weft.engines.torch.hooks.backward_session import BackwardSession, when_entered
 from weft.engines.torch.hooks.function_transforms import refuse_torch_func
@@ -53,6 +52,7 @@ from weft.engines.torch.probes.no_trace import is_measured
 from weft.engines.torch.probes.whole_unit import TensorUnits, is_in, units_around
 from weft.engines.torch.reducing.strategy import Strategy
 from weft.errors import ContractError, listed
+from weft.peers.ledger import Ledger
 from weft.private_names import replaced
 from weft.tensors.blocks import unsharded_parameter
 from weft.tensors.dtensor import replace_parameters
@@ -62,7 +62,7 @@ class TensorParallelModule(Strategy):
     """A module whose layers are cut over the ranks of one axis, as later transforms see it."""
 
     def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: TensorOptions, peers: Peers
+        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: TensorOptions, peers: Ledger
     ) -> None:
         super().__init__(module, group, options, peers)
         self._ranks, self.mean_over = self.mean_over, 1  # gradients are added up, not averaged
@@ -119,12 +119,8 @@ class TensorParallelModule(Strategy):
     # -- cutting ---------------------------------------------------------------------------------
 
     def _cut_layers(self, module: nn.Module, options: TensorOptions) -> None:
-        kept = list(module.parameters())  # so that no id is given away
-        ties: dict[int, list[tuple[nn.Module, str]]] = {}
-        for part in module.modules():
-            for name, p in torch_internals.PARAMETERS.of(part).items():
-                if p is not None:
-                    ties.setdefault(id(p), []).append((part, name))
+        held = [torch_internals.PARAMETERS.of(part) for part in module.modules()]
+        uses = [(slots, name, p) for slots in held for name, p in slots.items() if p is not None]
         for name, style in options.styles.items():
             part = module.get_submodule(name)
             if options.make_real is not None:
@@ -134,12 +130,12 @@ class TensorParallelModule(Strategy):
                 self._apply(part, torch_style, self._fused.get(name))
         if options.make_real is not None:
             options.make_real(module)
-        for before, uses in ties.items():
-            found = [torch_internals.PARAMETERS.of(part)[name] for part, name in uses]
-            cut = next((p for p in found if id(p) != before), found[0])
-            for part, name in uses:
-                torch_internals.PARAMETERS.of(part)[name] = cut
-        del kept
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for slots, name, before in uses:
+            if slots[name] is not before:
+                made.setdefault(before, slots[name])
+        for slots, name, before in uses:  # tied ones stay tied, also those that were cut in several parts
+            slots[name] = made.get(before, before)
 
     def _style_of(
         self, name: str, part: nn.Module, style: str | ParallelStyle, options: TensorOptions
@@ -154,15 +150,14 @@ class TensorParallelModule(Strategy):
             if style == "row":
                 return TransposedStyle(column=False, arrives=Shard(-1), leaves=leaves)
             return TransposedStyle(column=True, arrives=arrives, leaves=Shard(-1) if style == "column" else leaves)
-        if style == "column":
-            return ColwiseParallel(input_layouts=arrives)
-        if style == "gather":
-            return ColwiseParallel(input_layouts=arrives, output_layouts=leaves)
-        if style == "row":
-            return RowwiseParallel(output_layouts=leaves)
-        if style == "vocab" and isinstance(part, nn.Linear):
-            return ColwiseParallel(input_layouts=arrives, use_local_output=False)
-        return RowwiseParallel(input_layouts=Replicate()) if style == "vocab" else None
+        divided_logits = ColwiseParallel(input_layouts=arrives, use_local_output=False)
+        styles: dict[str, ParallelStyle] = {
+            "column": ColwiseParallel(input_layouts=arrives),
+            "gather": ColwiseParallel(input_layouts=arrives, output_layouts=leaves),
+            "row": RowwiseParallel(output_layouts=leaves),
+            "vocab": divided_logits if isinstance(part, nn.Linear) else RowwiseParallel(input_layouts=Replicate()),
+        }
+        return styles.get(style)
 
     def _apply(self, part: nn.Module, style: ParallelStyle, fused: FusedColumns | None) -> None:
         before = hooks_of(part)
@@ -202,9 +197,7 @@ class TensorParallelModule(Strategy):
 
     def end_window(self, *, left: bool = False) -> None:
         """Add up what the window still owes. Collectives: one all-reduce, if its last micro-batch was skipped."""
-        self.enabled = True
-        owes, self._due = self.owes, False
-        if owes and not left:
+        if self._close_window() and not left:
             self._add_up()
 
     @override

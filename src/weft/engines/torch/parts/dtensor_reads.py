@@ -80,51 +80,45 @@ def _replaced(dispatcher: Any, checks: _Checks) -> list[Callable[[], None]]:
     """Replace functions of torch by those that check; what puts each back."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second)
 
-    handlers = torch_internals.OWN_OPERATIONS.of(dispatcher)
-    losses = [one for one in torch_internals.linear_losses if one.exists]
-    owners = [dispatcher, DTensor, *(one.home[0] for one in losses[:1])]
-    tables: list[tuple[Callable[[], Any], Callable[..., None], Callable[..., None]]] = [
-        (lambda: handlers, handlers.__setitem__, handlers.__delitem__),
-        *((partial(vars, owner), partial(setattr, owner), partial(delattr, owner)) for owner in owners),
-    ]
-    before = [dict(read()) for read, *_ in tables]
-    _replace(dispatcher, DTensor, checks.copies)
-    for operation in losses:
-        setattr(*operation.home, for_sharded_heads(operation.found, checks.heads))
-    undo: list[Callable[[], None]] = []
-    for table, old in zip(tables, before, strict=True):
-        new = {name: value for name, value in table[0]().items() if old.get(name) is not value}
-        undo += [partial(_put_back, table, name, value, old.get(name)) for name, value in new.items()]
-    return undo
-
-
-def _put_back(table: Any, name: Any, ours: Any, before: Any) -> None:
-    read, write, remove = table
-    if read().get(name) is not ours:
-        return  # somebody has replaced that, and may call it
-    if before is None:
-        remove(name)
-    else:
-        write(name, before)
-
-
-def _replace(dispatcher: Any, dtensor: type[Any], copies: Copies) -> None:
     def copies_now() -> Copies | None:
         checks = vars(dispatcher).get("weft_checks")
         return None if checks is None else checks.copies
 
     operations = torch_internals.OWN_OPERATIONS.of(dispatcher)
-    operations[torch_internals.read_number.found.default] = _number
-    operations[torch.ops.aten.copy_.default] = partial(_copied, copies)
-    as_strided = operations.get(torch.ops.aten.as_strided.default)
-    if as_strided is not None:
-        operations[torch.ops.aten.as_strided.default] = watched(as_strided, copies_now)
+    views = [op for op in (torch.ops.aten.as_strided.default,) if op in operations]
     whole, *since = torch_internals.DISPATCH_STEPS
-    for step in [whole] if whole.exists else since:
-        step.set(dispatcher, watched(step.of(dispatcher), copies_now))
-    for name in _OF_MEMORY:
-        setattr(dtensor, name, no_memory(name))
-    dtensor.__deepcopy__ = copied(dtensor.__deepcopy__)
+    steps = [whole] if whole.exists else since
+    losses = [one for one in torch_internals.linear_losses if one.exists]
+    new: list[tuple[Any, Any, Any]] = [
+        (operations, torch_internals.read_number.found.default, _number),
+        (operations, torch.ops.aten.copy_.default, partial(_copied, checks.copies)),
+        *((operations, op, watched(operations[op], copies_now)) for op in views),
+        *((dispatcher, step.name, watched(step.of(dispatcher), copies_now)) for step in steps),
+        *((DTensor, name, no_memory(name)) for name in _OF_MEMORY),
+        (DTensor, "__deepcopy__", copied(DTensor.__deepcopy__)),
+        *((*loss.home, for_sharded_heads(loss.found, checks.heads)) for loss in losses),
+    ]
+    return [_exchange(owner, name, value) for owner, name, value in new]
+
+
+def _exchange(owner: Any, name: Any, ours: Any) -> Callable[[], None]:
+    """Replace an entry of a dict, or an attribute; what puts it back, unless somebody has replaced that since."""
+    is_dict = isinstance(owner, dict)
+    write, remove = (type(owner).__setitem__, type(owner).__delitem__) if is_dict else (setattr, delattr)
+
+    def held() -> Any:
+        return (owner if is_dict else vars(owner)).get(name)
+
+    before = held()
+    write(owner, name, ours)
+
+    def put_back() -> None:
+        if held() is ours and before is None:
+            remove(owner, name)
+        elif held() is ours:  # else somebody may call it
+            write(owner, name, before)
+
+    return put_back
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,7 +16,6 @@ from torch import nn
 
 from weft.engines.torch.hooks.method_hooks import Attached, attach
 from weft.engines.torch.pipeline.batch_parts import NOTHING, Inputs, inputs_of
-from weft.engines.torch.pipeline.stage_parameters import WaitingGradients
 from weft.errors import ContractError, ProbeFailed, type_error
 from weft.tensors.dtensor import local
 from weft.tensors.messages import control_device
@@ -191,10 +190,12 @@ def check_mean_is_batch_loss(result: Result) -> None:
         )
 
 
-def with_gradients(loss: torch.Tensor, kept: WaitingGradients, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A loss whose backward brings parameters the gradients that were computed already."""
-    anchor = torch.zeros((), device=loss.device, requires_grad=True)
-    made: torch.Tensor = _LossOfParameters.apply(loss, kept, anchor, *parameters)  # type: ignore[no-untyped-call]
+def with_gradients(
+    result: Result, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The loss of a pass, whose backward brings parameters the gradients that were computed already."""
+    anchor = torch.zeros((), device=result.loss.device, requires_grad=True)
+    made: torch.Tensor = _LossOfParameters.apply(result, gradients, anchor, *parameters)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -203,15 +204,15 @@ class _LossOfParameters(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: torch.Tensor, kept: WaitingGradients, anchor: torch.Tensor, *parameters: torch.Tensor
+        ctx: Any, result: Result, gradients: Sequence[torch.Tensor], anchor: torch.Tensor, *parameters: torch.Tensor
     ) -> torch.Tensor:
         del anchor, parameters  # that the loss depends on them is all
-        ctx.kept = kept
-        return loss.clone()
+        ctx.gradients, ctx.scale = gradients, result.scale
+        return result.loss.clone()
 
     @staticmethod
     def backward(ctx: Any, arrived: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gradients, scale = ctx.kept.gradients, ctx.kept.scale
+        gradients = ctx.gradients
         if torch.is_grad_enabled() or gradients is None:
             raise ContractError(
                 "pipeline: a loss has one backward pass, without a graph of its own",
@@ -219,8 +220,8 @@ class _LossOfParameters(torch.autograd.Function):
                 expected="one backward pass per call: the call computes the gradients, and this one uses them up",
                 fix="loss = model(x, y); loss.backward()",
             )
-        ctx.kept.gradients = None
-        factor = arrived * scale.to(arrived.dtype)
+        ctx.gradients = None
+        factor = arrived * ctx.scale.to(arrived.dtype)
         with torch.no_grad():
             for gradient in gradients:
                 local(gradient).mul_(factor)

@@ -22,7 +22,6 @@ from torch import nn
 from typing_extensions import override
 
 from weft.engines.options import PipelineOptions
-from weft.engines.peers import Peers
 from weft.engines.torch.hooks.function_transforms import check_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.parts.part_gradients import PartGradients
@@ -48,13 +47,14 @@ from weft.engines.torch.pipeline.stage_parameters import (
     Aliases,
     LentLayers,
     TiedGradients,
-    WaitingGradients,
     gather_units_once,
 )
 from weft.engines.torch.probes.no_trace import measured, no_trace, random_kept
 from weft.engines.torch.probes.observed import WithoutDropout
 from weft.engines.torch.probes.same_draws import SameDraws
+from weft.engines.torch.probes.whole_unit import is_in
 from weft.errors import ContractError
+from weft.peers.ledger import Ledger
 from weft.tensors.nested import map_tensors, tensors
 
 # What forward raises where the loss needs more than the output of the last layer.
@@ -75,7 +75,7 @@ class PipelinedModule:
     _group: dist.ProcessGroup
     _device: torch.device
     _options: PipelineOptions
-    _peers: Peers
+    _peers: Ledger
     _guard: Callable[[], AbstractContextManager[None]]
     _share: Callable[[Any, int], Any]
     copies: InitVar[Mapping[str, Sequence[int]]]
@@ -97,7 +97,7 @@ class PipelinedModule:
         self.schedule = self._rows.schedule
         self._lent = LentLayers(module, options.stages, self.owners, group, device)
         self._stage_modules = {number: _StageModule(self, number) for number in self.here}
-        self._pass: _PipelineCall | None = None
+        self._call: _PipelineCall | None = None  # that runs
         self._broke_off = ""  # the error with which a call ended in between
         self._calls = 0
         self._part_gradients = PartGradients("pipeline", module)
@@ -142,11 +142,11 @@ class PipelinedModule:
         batches = MicroBatches(inputs, self._options.micro_batches, exactly=True)
         is_sum = "num_items_in_batch" in inputs.kwargs
         try:
-            with self._guard(), gather_units_once(self._module), self._aliases.in_place(self._module) as pairs:
+            with self._guard(), gather_units_once(self._module), self._aliases.in_place(self._module) as aliases:
                 result, mixed = self._run(call, batches, is_sum=is_sum)
                 self._tied.add_up(self._module)
-                with_gradient = [(p, alias.grad) for p, alias in pairs if alias.grad is not None]
-                for _, alias in pairs:
+                gradients = {p: alias.grad for p, alias in aliases.items() if alias.grad is not None}
+                for alias in aliases.values():
                     alias.grad = None
         except Exception as error:
             self._schedules.clear()
@@ -154,15 +154,14 @@ class PipelinedModule:
             raise
         check_mean_is_batch_loss(result)
         check_rows(mixed)
-        kept = WaitingGradients([gradient for _, gradient in with_gradient], result.scale)
-        loss = with_gradients(result.loss, kept, [p for p, _ in with_gradient])
+        loss = with_gradients(result, list(gradients), list(gradients.values()))
         self._part_gradients.follow(loss)
         return form_of(loss, FORMS[result.form])
 
     def _run(self, call: Callable[..., Any], batches: MicroBatches, *, is_sum: bool) -> tuple[Result, Sequence[float]]:
-        self._pass = _PipelineCall(call, batches)
+        running = self._call = _PipelineCall(call, batches)
         if self._loss_scale is not None:
-            self._pass.factor = self._loss_scale.value.clone()
+            running.factor = self._loss_scale.value.clone()
         self._calls += 1
         self._rows.begin()
         try:
@@ -179,9 +178,9 @@ class PipelinedModule:
             self._forward.seeds = False
             found = self._found(is_sum=is_sum) if self._last in self.here else None
         except RuntimeError as error:  # torch wraps what forward raises
-            raise (self._pass.error or error) from None
+            raise (running.error or error) from None
         finally:
-            self._pass = None
+            self._call = None
             self._forward.seeds = False
             self._rows.end()
         return share_result(found, self._device, self._group, self.owners[self._last]), mixed
@@ -200,16 +199,17 @@ class PipelinedModule:
             self._options.schedule, self._stage_modules, self._last + 1, self._group, self._device, number, examples
         )
 
+    @property
+    def _running(self) -> _PipelineCall:
+        assert self._call is not None
+        return self._call
+
     def _compute(self, key: Hashable, stage: int, part: Inputs, received: Any) -> Any:
-        running = self._pass
-        assert running is not None
-        earlier = self._borders.earlier(key, stage)
-        return self._forward.run(stage, received, earlier, lambda: running.call(*part.args, **part.kwargs))
+        return self._forward.run(stage, received, self._borders.earlier(key, stage), self._running.forward(part))
 
     def compute(self, stage: int, index: int, received: tuple[torch.Tensor, ...]) -> Any:
         """What torch's schedule asks for: a stage, for one micro-batch."""
-        running = self._pass
-        assert running is not None
+        running = self._running
         part, key = running.batches.parts[index], running.batches.key
         try:
             output = self._compute(key, stage, part, self._borders.rebuilt(key, stage - 1, received))
@@ -233,8 +233,7 @@ class PipelinedModule:
     @torch.no_grad()
     def _found(self, *, is_sum: bool) -> Result:
         """What the last stage tells the others, with the loss of the whole batch at once, or of what fits of it."""
-        running = self._pass
-        assert running is not None
+        running = self._running
         losses, whole, returned = running.losses, None, [*running.returned.values()]
         if returned and self._rows.dims is not None and all(one is not None for one in returned):
             losses = [losses[index] for index in running.window]
@@ -267,11 +266,9 @@ class PipelinedModule:
 
     def _loss_at_end(self, part: Inputs, returned: Any) -> MicroBatchLoss:
         """The loss, from what the last layer has returned."""
-        running = self._pass
-        assert running is not None
-        if running.ends_with_layer:
+        if self._running.ends_with_layer:
             return self._loss_of(returned, part)
-        output = self._forward.run(self._last + 1, returned, (), lambda: running.call(*part.args, **part.kwargs))
+        output = self._forward.run(self._last + 1, returned, (), self._running.forward(part))
         return self._loss_of(output, part)
 
     def _measured(self, stage: int, part: Inputs, received: Any) -> tuple[Any, Any]:
@@ -281,11 +278,9 @@ class PipelinedModule:
 
     def _measured_whole(self, part: Inputs) -> MicroBatchLoss | None:
         """The loss, with all layers on all ranks; None if they cannot be lent."""
-        running = self._pass
-        assert running is not None
         if not self._lent.can_lend():
             return None
-        output = self._forward.run_whole(lambda: running.call(*part.args, **part.kwargs), self._lent.lend)
+        output = self._forward.run_whole(self._running.forward(part), self._lent.lend)
         return self._loss_of(output, part)
 
     # -- without gradients -----------------------------------------------------------------------
@@ -301,7 +296,7 @@ class PipelinedModule:
                 part.kwargs["num_items_in_batch"] = count
         has_loss = self._options.loss is not None and inputs.target is not NOTHING
         outputs: list[Any] = []
-        self._pass = _PipelineCall(call, batches)
+        self._call = _PipelineCall(call, batches)
         try:
             with self._guard(), gather_units_once(self._module):
                 for part in [batches.together(range(2)), *batches.parts[2:]]:  # see `joined`
@@ -324,7 +319,7 @@ class PipelinedModule:
             self._break_off(error)
             raise
         finally:
-            self._pass = None
+            self._call = None
 
     def _break_off(self, error: Exception) -> None:
         self._broke_off = str(error).partition("\n")[0] or type(error).__name__
@@ -335,7 +330,7 @@ class _PipelineCall:
     """One call: its micro-batches, and what the last stage found so far."""
 
     def __init__(self, call: Callable[..., Any], batches: MicroBatches) -> None:
-        self.call = call
+        self._call = call
         self.batches = batches
         self.window = range(0)  # of micro-batches whose loss is computed together
         self.returned: dict[int, Any] = {}  # by the last layer
@@ -343,6 +338,10 @@ class _PipelineCall:
         self.losses: list[MicroBatchLoss] = []
         self.factor: torch.Tensor | None = None  # of the losses in backward, see `scaled`
         self.error: Exception | None = None
+
+    def forward(self, part: Inputs) -> Callable[[], Any]:
+        """The forward of the module for some rows."""
+        return partial(self._call, *part.args, **part.kwargs)
 
     def scaled(self, loss: MicroBatchLoss, *, is_sum: bool) -> torch.Tensor:
         """What backward begins with: with the loss scale of fp16, about the part of a micro-batch in the batch's loss.
@@ -384,7 +383,7 @@ class _StageModule(nn.Module):
         mine = {
             id(p): p
             for name, p in module.named_parameters(remove_duplicate=False)
-            if any(name == one or name.startswith(f"{one}.") for one in self._layers)
+            if any(is_in(name, one) for one in self._layers)
         }
         for index, parameter in enumerate(mine.values()):
             self._parameters[str(index)] = parameter

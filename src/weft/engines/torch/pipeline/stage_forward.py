@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import InitVar, dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -120,15 +120,15 @@ class StageForward:
         except RuntimeError as error:
             if "meta" not in str(error):
                 raise
-            self._raise_parameter(error)
+            raise self._parameter_error(f": {error}") from error
         finally:
             self._running = before
         self.returned = call.output if call.calls == 1 else None
         if stage < len(self.stages) - 1 or (stage and not call.has_received):
             missing = self.stages[stage + 1][0] if not stage or call.has_received else self.stages[stage - 1][-1]
-            self._raise_order(f"forward ended without a call of {missing}")
+            raise self._order_error(f"forward ended without a call of {missing}")
         if has_remote(output):
-            self._raise_order("the output of the module depends on a layer of an earlier stage", fix=_THROUGH)
+            raise self._order_error("the output of the module depends on a layer of an earlier stage", fix=_THROUGH)
         self._check_real(output)
         return output
 
@@ -155,18 +155,25 @@ class StageForward:
                 return self._run(name, run, args, kwargs)
         if call is None:
             if number not in self.here:
-                self._raise_not_here(number, name)
+                raise ContractError(
+                    f"pipeline: {name} is a layer of another stage",
+                    found=f"a call of it past the module, on a rank with stage {', '.join(map(str, self.here))}",
+                    expected=f"calls of the {self._kind} itself, on all ranks; {name} is in stage {number}",
+                    fix="model(...)  # or weft.undo(model, ctx) to have all layers on every rank",
+                )
             return run(*args, **kwargs)
         if is_measured() != call.is_measured:  # a probe computes a part again, of which this layer is one of several
             return run(*args, **kwargs)
         if number > call.stage:
             if not call.is_done:
-                self._raise_order(f"{name} of stage {number} is called before the last layer of stage {call.stage}")
+                raise self._order_error(
+                    f"{name} of stage {number} is called before the last layer of stage {call.stage}"
+                )
             raise _StageLeft
         if number < call.stage:
             return self._of_earlier(call, number, name, is_last=is_last)
         if has_remote((args, kwargs)):
-            self._raise_order(f"{name} of stage {number} is given what another stage computes", fix=_THROUGH)
+            raise self._order_error(f"{name} of stage {number} is given what another stage computes", fix=_THROUGH)
         self._check_real((args, kwargs))
         output = self._run(name, run, args, kwargs)
         if not is_last:
@@ -175,7 +182,7 @@ class StageForward:
             call.output, call.calls = output, call.calls + 1
             return output
         if call.is_done:
-            self._raise_order(f"{name}, the last layer of stage {number}, is called twice")
+            raise self._order_error(f"{name}, the last layer of stage {number}, is called twice")
         call.output, call.is_done = output, True
         return map_tensors(RemoteOutput.like, output)
 
@@ -193,7 +200,9 @@ class StageForward:
 
     def _of_earlier(self, call: _StageCall, number: int, name: str, *, is_last: bool) -> Any:
         if call.has_received:
-            self._raise_order(f"{name} of stage {number} is called after the last layer of stage {call.stage - 1}")
+            raise self._order_error(
+                f"{name} of stage {number} is called after the last layer of stage {call.stage - 1}"
+            )
         if is_last and number == call.stage - 1:
             call.has_received = True
             return call.received
@@ -204,29 +213,21 @@ class StageForward:
     def _check_real(self, value: Any) -> None:
         """Raise if a tensor is on meta, as what torch computes from one that is there."""
         if any(tensor.is_meta for tensor in tensors(value)):
-            self._raise_parameter()
+            raise self._parameter_error()
 
-    def _raise_parameter(self, cause: BaseException | None = None) -> NoReturn:
-        found = f"between the layers, a parameter of another stage is used{f': {cause}' if cause else ''}"
-        self._raise_order(found, cause, fix=_OF_ITS_STAGE)
+    def _parameter_error(self, why: str = "") -> ContractError:
+        found = f"between the layers, a parameter of another stage is used{why}"
+        return self._order_error(found, fix=_OF_ITS_STAGE)
 
-    def _raise_order(self, found: str, cause: BaseException | None = None, *, fix: str = _IN_ORDER) -> NoReturn:
+    def _order_error(self, found: str, *, fix: str = _IN_ORDER) -> ContractError:
         chain = " | ".join(
             " ".join((names[0], "...", names[-1])[: 3 if len(names) > 1 else 1]) for names in self.stages
         )
-        raise ContractError(
+        return ContractError(
             f"pipeline: {self._kind} does not call its layers in the order of the stages",
             found=found,
             expected=f"each layer called once, with what the layers before it gave: {chain}",
             fix=fix,
-        ) from cause
-
-    def _raise_not_here(self, number: int, name: str) -> NoReturn:
-        raise ContractError(
-            f"pipeline: {name} is a layer of another stage",
-            found=f"a call of it past the module, on a rank with stage {', '.join(map(str, self.here))}",
-            expected=f"calls of the {self._kind} itself, on all ranks; {name} is in stage {number}",
-            fix="model(...)  # or weft.undo(model, ctx) to have all layers on every rank",
         )
 
 

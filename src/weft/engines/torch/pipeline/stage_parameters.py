@@ -23,47 +23,36 @@ from weft.engines.torch.hooks.every_optimizer import before_every_step, paramete
 from weft.engines.torch.probes.compare import largest_over
 from weft.private_names import replaced
 from weft.tensors.blocks import divided_as
-from weft.tensors.dtensor import is_fsdp_unit, is_sharded, local, resting_parameters, state_of
+from weft.tensors.dtensor import is_fsdp_unit, is_sharded, local, replace_parameters, resting_parameters, state_of
 
 
 class Aliases:
     """The aliases of the parameters of one module."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._made: dict[nn.Parameter, nn.Parameter] = {}
 
     @contextlib.contextmanager
-    def in_place(self, module: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
+    def in_place(self, module: nn.Module) -> Iterator[Mapping[nn.Parameter, nn.Parameter]]:
         """Let a module compute with aliases inside the body; those on meta stay.
 
         Yields:
             The parameters of the module, each with its alias, whose gradient is None.
         """
-        slots: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        for part in module.modules():
-            own = torch_internals.PARAMETERS.of(part)
-            for name, parameter in own.items():
-                if parameter is not None and not parameter.is_meta:
-                    if id(parameter) not in pairs:
-                        pairs[id(parameter)] = (parameter, self._alias(parameter))
-                    slots.append((own, name, parameter))
-        self._made = pairs
-        for slot, name, parameter in slots:
-            slot[name] = pairs[id(parameter)][1]
+        made = self._made = {p: self._alias(p) for p in module.parameters() if not p.is_meta}
+        replace_parameters(module, made)
         try:
-            yield list(pairs.values())
+            yield made
         finally:
-            for slot, name, parameter in slots:
-                slot[name] = parameter
+            replace_parameters(module, {alias: p for p, alias in made.items()})
 
     def forget(self) -> None:
         """Let go of what was made."""
-        self._made.clear()
+        self._made = {}
 
     def _alias(self, parameter: nn.Parameter) -> nn.Parameter:
-        known, made = self._made.get(id(parameter), (None, None))
-        if known is not parameter or made is None or not _same_memory(parameter, made):
+        made = self._made.get(parameter)
+        if made is None or not _same_memory(parameter, made):
             made = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
             vars(made).update(vars(parameter))
         made.requires_grad_(parameter.requires_grad)
@@ -170,19 +159,6 @@ def _like_parameter(parameter: torch.Tensor) -> torch.Tensor:
         gradient = gradient.contiguous()
     parameter.grad = gradient
     return local(gradient)
-
-
-class WaitingGradients:
-    """Gradients of one call that wait for what arrives at its loss.
-
-    Attributes:
-        gradients: For the parameters that got one; None when they were used.
-        scale: The number they are multiplied by, besides what arrives.
-    """
-
-    def __init__(self, gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
-        self.gradients: list[torch.Tensor] | None = list(gradients)
-        self.scale = scale
 
 
 @dataclass(eq=False, repr=False)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -20,6 +18,7 @@ from weft import torch_internals
 from weft.engines.torch.probes.repeated_hooks import HOOKS
 from weft.private_names import replaced
 from weft.tensors.dtensor import groups_of, is_fsdp_unit, kept_prefetches, local
+from weft.tensors.rng_state import RngState
 from weft.tensors.sequence_order import with_note_of
 
 T = TypeVar("T")
@@ -91,14 +90,11 @@ def random_kept() -> Iterator[None]:
     """Put back random states."""
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device: Any = None if present is None else torch.get_device_module(present)
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    of_device = None if device is None else device.get_rng_state()
+    states, of_device = RngState.capture(), None if device is None else device.get_rng_state()
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
+        states.apply()
         if device is not None:
             device.set_rng_state(of_device)
 

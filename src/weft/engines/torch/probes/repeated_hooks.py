@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from weft import torch_internals
+from weft.private_names import replaced
 
 HOOKS = (torch_internals.FORWARD_PRE_HOOKS, torch_internals.FORWARD_HOOKS)
 
@@ -17,19 +18,14 @@ HOOKS = (torch_internals.FORWARD_PRE_HOOKS, torch_internals.FORWARD_HOOKS)
 @contextlib.contextmanager
 def hooks_off(module: nn.Module, which: Callable[[nn.Module, Any], bool]) -> Iterator[None]:
     """Leave hooks and methods out for which `which(part, hook)` is true; the others stay in their order."""
-    saved: list[tuple[dict[str, Any], str, Any]] = []
-    for part in module.modules():
-        own = vars(part)
-        for kind in HOOKS:
-            hooks = own[kind.name]
-            if any(which(part, hook) for hook in hooks.values()):
-                saved.append((own, kind.name, hooks))
-                own[kind.name] = type(hooks)((key, hook) for key, hook in hooks.items() if not which(part, hook))
-    try:
+    with contextlib.ExitStack() as stack:
+        for part in module.modules():
+            for kind in HOOKS:
+                hooks = kind.of(part)
+                others = type(hooks)((key, hook) for key, hook in hooks.items() if not which(part, hook))
+                if len(others) < len(hooks):
+                    stack.enter_context(replaced(part, **{kind.name: others}))
         yield
-    finally:
-        for own, name, hooks in reversed(saved):
-            own[name] = hooks
 
 
 @contextlib.contextmanager

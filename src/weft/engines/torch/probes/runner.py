@@ -24,7 +24,6 @@ from torch import nn
 from torch.func import functional_call
 
 from weft import torch_internals
-from weft.engines.peers import Peers
 from weft.engines.probes import Compared, OnlyInParts, Probe, ProbeMode, Schedule, StagesProbe, WatchingProbe
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import Attached, already_compiled, attach, route_calls
@@ -40,6 +39,7 @@ from weft.engines.torch.probes.no_trace import copied, is_measured, measured, no
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
 from weft.engines.torch_errors import mixed_kinds_error
 from weft.errors import ProbeFailed, listed
+from weft.peers.ledger import Ledger
 from weft.private_names import replaced
 from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.nested import leaves, tensors
@@ -54,7 +54,7 @@ class Prober(Attached):
     """The probe of one transform on a module."""
 
     def __init__(
-        self, what: str, module: nn.Module, probe: Probe, mode: ProbeMode, peers: Peers, device: torch.device
+        self, what: str, module: nn.Module, probe: Probe, mode: ProbeMode, peers: Ledger, device: torch.device
     ) -> None:
         """Attach it to the units.
 
@@ -148,7 +148,7 @@ class Prober(Attached):
         number = self._all_due = self._calls.is_due("", _kind(module, args, kwargs))
         self._called.clear()  # before the hooks of the module, which may be a unit itself
         if number and already_compiled(module):
-            self._rehearse(module, *copied((args, kwargs)))
+            self._rehearse(module, args, kwargs)
             self._all_due = 0
         elif number and isinstance(self._probe, WatchingProbe) and torch.is_grad_enabled():
             refuse = weakref.WeakMethod(self._refuse_use)  # the graph, which has it, may outlive the module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class SameDraws(torch_internals.dispatch_mode.base):  # type: ignore[name-define
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         self.has_drawn = True
-        shapes, number = _shapes((*args, *kwargs.values())), torch.initial_seed()
+        shapes, number = tuple(map(_shape, (*args, *kwargs.values()))), torch.initial_seed()
         if not self._is_together:
             if self._parts:
                 self._parts[-1][number] = shapes
@@ -61,8 +61,7 @@ class SameDraws(torch_internals.dispatch_mode.base):  # type: ignore[name-define
             results.append(_draw(func, own, named, number))
         if torch_internals.schema.of(func).is_mutable:
             return args[0].copy_(torch.cat(results, dim))
-        others = [iter(_tensors(result)) for result in results[1:]]
-        return torch_internals.tree.found.tree_map(lambda one: _joined([one, *map(next, others)], dim), results[0])
+        return torch_internals.tree.found.tree_map(lambda *parts: _joined(parts, dim), *results)
 
 
 def _draw(func: Any, args: Any, kwargs: Any, number: int) -> Any:
@@ -78,10 +77,6 @@ def _shape(value: Any) -> tuple[int, ...] | None:
         return tuple(value.shape)
     is_size = isinstance(value, (list, tuple)) and value and all(isinstance(one, int) for one in value)
     return tuple(value) if is_size else None
-
-
-def _shapes(values: Sequence[Any]) -> _Shapes:
-    return tuple(map(_shape, values))
 
 
 def _cuts(whole: _Shapes, parts: Sequence[_Shapes]) -> tuple[int, list[int]] | None:
@@ -115,9 +110,5 @@ def _cut(value: Any, shape: tuple[int, ...] | None, dim: int, start: int) -> Any
     return value.narrow(dim, start, shape[dim]).contiguous() if isinstance(value, torch.Tensor) else list(shape)
 
 
-def _tensors(value: Any) -> Iterator[Any]:
-    return iter(value) if isinstance(value, (list, tuple)) else iter([value])
-
-
-def _joined(values: list[Any], dim: int) -> Any:
+def _joined(values: tuple[Any, ...], dim: int) -> Any:
     return torch.cat(values, dim) if isinstance(values[0], torch.Tensor) and values[0].dim() > dim else values[0]

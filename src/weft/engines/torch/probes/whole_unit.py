@@ -264,13 +264,13 @@ class WholeUnits:
             One gradient after the other.
         """
         pairs = [(a, b, cut) for a, b, cut in outputs if a.requires_grad]
-        trained = [n for n, p in side[1].items() if p.requires_grad]
-        names = [n for n in trained if not self._is_elsewhere(name, n)]
         arguments = [(a, b) for a, b in zip(tensors(side[0]), tensors(other[0]), strict=True) if a.requires_grad]
-        ours = [a for a, _ in arguments] + [side[1][n] for n in names]
-        theirs = [b for _, b in arguments] + [other[1][n] for n in names]
-        if not pairs or not ours:
+        trained = [n for n, p in side[1].items() if p.requires_grad and not self._is_elsewhere(name, n)]
+        # What gradients are compared of: here, alone, and the name of a parameter.
+        inputs = [*((a, b, "") for a, b in arguments), *((side[1][n], other[1][n], n) for n in trained)]
+        if not pairs or not inputs:
             return
+        ours, theirs = [a for a, _, _ in inputs], [b for _, b, _ in inputs]
         drawn = torch.Generator().manual_seed(0)
         arriving = [torch.randn(b.shape, generator=drawn).to(b) for _, b, _ in pairs]
         here = [cut(g) for (_, _, cut), g in zip(pairs, arriving, strict=True)]
@@ -281,23 +281,21 @@ class WholeUnits:
             options: dict[str, Any] = {"allow_unused": True, "retain_graph": True}
             found = torch.autograd.grad(ends, [*ours, *self._other_leaves(ends, ours)], here, **options)[: len(ours)]
             expected: Sequence[torch.Tensor | None] = [None] * len(theirs)
-            if alone and theirs:
+            if alone:
                 expected = torch.autograd.grad([b for b, _ in alone], theirs, [g for _, g in alone], **options)
         # Some gradients are zero but for rounding, as those of the biases of keys.
         floor = 1e-2 * max((float(g.norm()) for g in expected if g is not None), default=0.0)
-        labels = [f"the gradient of argument {n}" for n in range(len(arguments))]
-        labels += [f"the gradient of {n}" for n in names]
-        for place, (label, a, b) in enumerate(zip(labels, found, expected, strict=True)):
-            ours_whole = torch.zeros_like(theirs[place]) if a is None else full_tensor(a)
-            if place >= len(arguments) and self._is_summed(name, names[place - len(arguments)]):
+        for place, ((here_one, whole, own), a, b) in enumerate(zip(inputs, found, expected, strict=True)):
+            ours_whole = torch.zeros_like(whole) if a is None else full_tensor(a)
+            if own and self._is_summed(name, own):
                 ours_whole = ours_whole.clone()
                 dist.all_reduce(ours_whole, group=self.group)
-            wanted = torch.zeros_like(theirs[place]) if b is None else b
-            if place == 0 and arguments and self._comes_split(name) and not isinstance(ours[0], DTensor):
+            wanted = torch.zeros_like(whole) if b is None else b
+            is_cut = isinstance(here_one, DTensor)
+            if place == 0 and not own and self._comes_split(name) and not is_cut:
                 wanted = self._part(wanted)
-            is_whole = place >= len(arguments) and not isinstance(ours[place], DTensor)
-            fix = self._fix_of(name, names[place - len(arguments)]) if is_whole else ""
-            yield Compared(label, ours_whole, wanted, floor, LIMIT, fix)
+            fix = self._fix_of(name, own) if own and not is_cut else ""
+            yield Compared(f"the gradient of {own or f'argument {place}'}", ours_whole, wanted, floor, LIMIT, fix)
 
     def _other_leaves(self, ends: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Leaves besides those that are known, down to which a backward pass has to run on all ranks."""

@@ -41,42 +41,37 @@ class Buckets:
         order: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._parameters: list[torch.Tensor] = list(named.values())
-        self._names, self._group, self._options = list(named), group, options
         by_name = sparse_gradients(module)
         self._sparse = [name in by_name for name in named]
-        compress, dtype = options.compress, options.dtype
-        if isinstance(compress, PowerSgdHook):
-            compress.take(self._parameters)
-        hook = _in_dtype(dtype) if compress is None and dtype is not None else compress
         is_whole = order is not None and sum(map(len, order)) == len(named)  # none was frozen or unfrozen since
         self.order = [list(bucket) for bucket in order] if order is not None and is_whole else None
-        self._told = bytearray([hook is None])
-        self._hook = None if hook is None else _noting(hook, self._told)
-        self._make_reducer()
-
-    @property
-    def was_called_by_torch(self) -> bool:
-        """Whether torch has called what is to reduce the buckets; True where torch itself does that."""
-        return bool(self._told[0])
-
-    def _make_reducer(self) -> None:
-        most = self._options.bucket_bytes
+        most = options.bucket_bytes
         limits = [min(torch_internals.FIRST_BUCKET_BYTES.found, most), most]
         buckets, sizes = torch_internals.assign_buckets(self._parameters, limits, self._sparse)
         self._reducer = dist.Reducer(
             self._parameters,
             self.order or list(reversed(buckets)),  # gradients come last layer first
             [most] * len(self.order) if self.order else list(reversed(sizes)),
-            self._group,
+            group,
             self._sparse,
             most,
-            self._options.unused == "zero",
+            options.unused == "zero",
             True,  # noqa: FBT003  (gradients are views of the buckets: one copy less)
-            dict(enumerate(self._names)),
+            dict(enumerate(named)),
             limits[0],
         )
-        if self._hook is not None:
-            torch_internals.register_comm_hook(self._reducer, self._group, self._hook)
+        compress, dtype = options.compress, options.dtype
+        if isinstance(compress, PowerSgdHook):
+            compress.take(self._parameters)
+        hook = _in_dtype(dtype) if compress is None and dtype is not None else compress
+        self._told = bytearray([hook is None])
+        if hook is not None:
+            torch_internals.register_comm_hook(self._reducer, group, _noting(hook, self._told))
+
+    @property
+    def was_called_by_torch(self) -> bool:
+        """Whether torch has called what is to reduce the buckets; True where torch itself does that."""
+        return bool(self._told[0])
 
     def begin(self, outputs: list[torch.Tensor]) -> None:
         """Expect a gradient for every parameter (that `outputs` depend on, if unused ones may be)."""

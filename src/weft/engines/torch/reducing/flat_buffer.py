@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,14 +48,15 @@ class FlatPiece:
         gradients: Their gradients' storage, [number of elements], with what else there is room for behind it.
         parameters: Views of `values`, in order.
         views: Views of `gradients`, in order.
-        without: Indices of the parameters that had no gradient before what is reduced next.
+        keys: By which whoever made it knows the parameters, in order: names, or places.
+        without: Keys of the parameters that had no gradient before what is reduced next.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], indices: Sequence[int], *, keeps_values: bool, room: int = 0
+        self, parameters: Sequence[nn.Parameter], keys: Sequence[Any], *, keeps_values: bool, room: int = 0
     ) -> None:
         self.parameters = list(parameters)
-        self.indices = list(indices)
+        self.keys = list(keys)
         self._keeps_values = keeps_values
         first = self.parameters[0]
         total = sum(p.numel() for p in self.parameters)
@@ -73,7 +75,7 @@ class FlatPiece:
             order = torch.empty_like(parameter).stride()
             self.views.append(self.gradients[part].as_strided(parameter.shape, order).data)
             start = part.stop
-        self.without: set[int] = set()
+        self.without: set[Any] = set()
         # One without elements has no address.
         self._first = next((p for p in self.parameters if p.numel()), first)
 
@@ -85,13 +87,13 @@ class FlatPiece:
         are_new = not any(map(operator.is_, given, self.views))
         if are_new:
             self.gradients.zero_()
-        for index, parameter, view, gradient in zip(self.indices, self.parameters, self.views, given, strict=True):
+        for key, parameter, view, gradient in zip(self.keys, self.parameters, self.views, given, strict=True):
             if gradient is view:
                 continue
             if gradient is not None:
                 view.copy_(gradient)
             else:
-                self.without.add(index)
+                self.without.add(key)
                 if not are_new:
                     view.zero_()
             parameter.grad = view
@@ -132,10 +134,9 @@ class FlatBuffer:
         rank = {id(p): place for place, p in enumerate(order)}
         old = [p for piece in self.pieces for p in piece.parameters] or list(order)
         kinds = grouped(sorted(old, key=lambda p: rank.get(id(p), len(rank))), lambda p: (p.dtype, p.device))
-        for piece in self.pieces:
-            piece.detach()
+        self.undo()
         self.pieces = [
-            FlatPiece(same, [self._indices[id(p)] for p in same], keeps_values=self.keeps_values)
+            FlatPiece(same, [self._places[id(p)] for p in same], keeps_values=self.keeps_values)
             for same in kinds.values()
         ]
         travelling = [as_real(piece.gradients) for piece in self.pieces]
@@ -143,10 +144,9 @@ class FlatBuffer:
 
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
         """Keep these parameters from now on; others get storages of their own again."""
-        for piece in self.pieces:
-            piece.detach()
+        self.undo()
         self.pieces = []
-        self._indices = {id(p): index for index, p in enumerate(parameters)}
+        self._places = {id(p): place for place, p in enumerate(parameters)}
         self.lay_out(parameters)
 
     def prepare(self) -> None:
@@ -185,8 +185,8 @@ class FlatBuffer:
         self._group.allreduce([used]).wait()
         counts = used.tolist()
         for piece in self.pieces:
-            for index, parameter in zip(piece.indices, piece.parameters, strict=True):
-                if not counts[index] and index in piece.without:
+            for place, parameter in zip(piece.keys, piece.parameters, strict=True):
+                if not counts[place] and place in piece.without:
                     parameter.grad = None
             piece.without.clear()
 

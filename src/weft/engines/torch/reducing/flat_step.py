@@ -170,7 +170,13 @@ class FlatStep(StepsOnOthers):
         if self._own is not None:
             self._put_back(optimizer)  # the last step raised half-way
         check_no_closure("fuse_step", (*args[1:], *kwargs.values()))
-        self._check_groups(optimizer)
+        check_same_groups(
+            "fuse_step: the parameter groups of the optimizer changed",
+            optimizer,
+            self._held,
+            expected="the groups that fuse_step was applied to",
+            fix="add all groups first: optimizer, ctx = weft.fuse_step(optimizer, ctx)",
+        )
         buffer = self._buffer()
         if buffer is not None and buffer.pieces is not self._pieces:  # frozen or unfrozen, or of another optimizer
             self._adopt_layout(optimizer, buffer.pieces)
@@ -197,16 +203,6 @@ class FlatStep(StepsOnOthers):
                 run.refresh_copies()
             # The parameters changed without torch noticing: their version is what tells others.
             torch.autograd.graph.increment_version(run.parameters)
-
-    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if the optimizer holds other parameters than it did."""
-        check_same_groups(
-            "fuse_step: the parameter groups of the optimizer changed",
-            optimizer,
-            self._held,
-            expected="the groups that fuse_step was applied to",
-            fix="add all groups first: optimizer, ctx = weft.fuse_step(optimizer, ctx)",
-        )
 
 
 def _zero_grad(owner: weakref.ref[torch.optim.Optimizer], set_to_none: bool = True) -> None:

@@ -10,6 +10,7 @@ where it has others, because `bucket_bytes` is another, say, it begins without m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,6 @@ class PowerSgdHook:
         """
         self._place, self._num_ranks, self._stacked = place, num_ranks, stacked
         self._options = options
-        self._made: PowerSGDState | None = None
         self._places: dict[int, int] = {}  # of parameters, by their ids
         self._buckets: dict[int, list[int]] = {}  # parameters of each, by place; see [Note: buckets]
 
@@ -94,19 +94,17 @@ class PowerSgdHook:
             return errors.clone()
         return (errors[self._place] if len(errors) == self._num_ranks else errors.mean(0)).clone()
 
-    @property
+    @functools.cached_property
     def _state(self) -> PowerSGDState:
-        if self._made is None:
-            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # noqa: PLC0415  (see above)
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # noqa: PLC0415  (see above)
 
-            options = self._options
-            self._made = powerSGD_hook.PowerSGDState(
-                None,
-                matrix_approximation_rank=options.rank,
-                start_powerSGD_iter=options.start_step,
-                min_compression_rate=options.min_rate,
-                random_seed=options.seed,
-                # Added to norms: changes none, and a gradient of zeros stays zero instead of becoming NaN.
-                orthogonalization_epsilon=torch.finfo(torch.float32).tiny,  # pyright: ignore[reportArgumentType]
-            )
-        return self._made
+        options = self._options
+        return powerSGD_hook.PowerSGDState(
+            None,
+            matrix_approximation_rank=options.rank,
+            start_powerSGD_iter=options.start_step,
+            min_compression_rate=options.min_rate,
+            random_seed=options.seed,
+            # Added to norms: changes none, and a gradient of zeros stays zero instead of becoming NaN.
+            orthogonalization_epsilon=torch.finfo(torch.float32).tiny,  # pyright: ignore[reportArgumentType]
+        )

@@ -33,7 +33,6 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.options import ReduceOptions
-from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.engines.torch.hooks.bypassed_forward import raise_bypassed_forward
 from weft.engines.torch.hooks.function_transforms import in_torch_func
@@ -46,8 +45,8 @@ from weft.engines.torch.reducing.strategy import Strategy
 from weft.engines.torch.reducing.trained import TrainedParameters, check_hooks
 from weft.engines.torch.reducing.transport import Transport
 from weft.engines.torch.reducing.zero_gradients import bring_zeros, zeros_for
-from weft.engines.torch.steps.watch import raise_step_inside
-from weft.errors import ContractError
+from weft.errors import ContractError, NotSynchronized
+from weft.peers.ledger import Ledger
 
 
 class GradientReducer(Strategy):
@@ -58,7 +57,7 @@ class GradientReducer(Strategy):
         chosen: What of it the options did not say.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Peers) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Ledger) -> None:
         super().__init__(module, group, options, peers)
         self._options = options = replace(options, at_end=options.flat or fit_one_message(module, options))
         self.transport = Transport(module, group, options)
@@ -134,8 +133,7 @@ class GradientReducer(Strategy):
         if with_gradients:
             self._called_at = torch_internals.VERSION.of(trained.parameters[0])
             self.transport.prepare()
-            if self._buffers is not None:
-                self._buffers.watch(output)
+            self._buffers.watch(output)
         finds_unused = self.finds_unused and not in_torch_func()
         return self.transport.expect(output, enabled=self.enabled) if finds_unused else output
 
@@ -154,7 +152,7 @@ class GradientReducer(Strategy):
                 self._take_parameters(module)
         self._first_steps.check_kept(trained.checked(self._what, self._class_name))
         if trained.parameters and self._steps.look(trained.parameters[0], lambda: trained.parameters):
-            check_hooks(self._what, self._class_name, zip(trained.names, trained.parameters, strict=True), own=1)
+            check_hooks(self._what, self._class_name, trained.by_name.items(), own=1)
             if self._steps.changed and self.enabled and not (self._reductions or trained.pending):
                 self._first_steps.compare_changed(trained.same_on_all())
 
@@ -172,7 +170,7 @@ class GradientReducer(Strategy):
         trained = self._trained
         # Steps change the version: a call before the last step is no excuse for this backward.
         if self._called_at != torch_internals.VERSION.of(trained.parameters[0]):
-            name = trained.names[index]
+            name = list(trained.by_name)[index]
             raise_bypassed_forward(self._what, name, self._module(), self._class_name, self._options.methods)
         if torch.is_grad_enabled():
             raise ContractError(
@@ -200,9 +198,9 @@ class GradientReducer(Strategy):
             self._pass_on_buffers(lambda: running_backward().retains_graph, reduced=False)
             return
         missing = [] if self.finds_unused else trained.missing()
-        lacking = trained.named(missing, besides=self._apart.named) if missing else []
+        lacking = [p for name, p in trained.together().items() if name in missing] if missing else []
         if lacking and not self._options.at_end:
-            # Peers wait for the buckets of these parameters, and shall not find out by waiting.
+            # The others wait for the buckets of these parameters, and shall not find out by waiting.
             bring_zeros(lacking, self._session.flag)
         transport.end(trained.got)
         if self._apart.named:
@@ -222,7 +220,7 @@ class GradientReducer(Strategy):
         self._look()  # as in the forward passes that other ranks may make meanwhile, or this one has not made yet
         trained, transport = self._trained, self.transport
         pending = trained.has_pending()
-        without = [i for i, p in enumerate(trained.parameters) if p.grad is None]
+        without = [name for name, p in trained.by_name.items() if p.grad is None]
         number = str(self._reductions)
         if not pending:
             trained.forget()
@@ -233,9 +231,10 @@ class GradientReducer(Strategy):
         if not self.finds_unused:
             trained.got[:] = b"\1" * len(trained.got)
         with trained.unfrozen():
-            bucketed = [] if self._options.at_end else trained.named(trained.reached(), besides=self._apart.named)
-            plain = trained.named(trained.names, besides=self._apart.named)
-            anchor = plain[0] if plain else torch.zeros((), requires_grad=True)
+            together = trained.together()
+            reached = () if self._options.at_end else trained.reached()
+            bucketed = [together[name] for name in reached if name in together]
+            anchor = next(iter(together.values()), torch.zeros((), requires_grad=True))
             zeros = zeros_for(bucketed, anchor, self._session.enter)
             if not transport.armed:
                 transport.arm([zeros])
@@ -243,10 +242,10 @@ class GradientReducer(Strategy):
             zeros.backward()
             self.enabled, self._due = enabled, due
         if not pending and self._peers.count(number, 0) == self.mean_over:
-            for i in without:  # no rank had a gradient: as in one process, there is none
-                trained.parameters[i].grad = None
+            for name in without:  # no rank had a gradient: as in one process, there is none
+                trained.by_name[name].grad = None
         elif pending and without and not self.finds_unused:
-            self._raise_unused([trained.names[i] for i in without])
+            self._raise_unused(without)
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -255,7 +254,12 @@ class GradientReducer(Strategy):
         """Reduce what is pending, so that a step never sees gradients of one rank alone."""
         trained = self._trained
         if torch_internals.graph_task_id() != -1:
-            raise_step_inside(self._what, self._class_name)
+            raise NotSynchronized(
+                f"{self._what}: parameters of {self._class_name} were updated inside a backward pass",
+                found="a step in a hook on a parameter, on the gradient of this rank alone",
+                expected="a step after backward, when gradients were averaged over the ranks",
+                fix="loss.backward(); optimizer.step()",
+            )
         if trained.has_pending() and not self.enabled:
             self._raise_in_window()
         if trained.has_pending() and trained.are_as_left():

@@ -17,20 +17,20 @@ from torch import nn
 
 from weft import torch_internals
 from weft.engines.options import StrategyOptions
-from weft.engines.peers import Replicas
 from weft.engines.torch.hooks.backward_session import BackwardSession, when_entered
 from weft.engines.torch.hooks.graph_walk import running_backward
-from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.hooks.method_hooks import Attached, attach
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.engines.torch.reducing.flat_buffer import FlatPiece
 from weft.engines.torch.reducing.strategy import unused_error
+from weft.peers.replica_groups import ReplicaGroup
 from weft.tensors.dtensor import local
 from weft.tensors.messages import grouped, in_buckets
 
 _BUCKET_BYTES = 25 * 2**20
 
 
-class ReplicaAverage:
+class ReplicaAverage(Attached):
     """Averages the gradients of one module.
 
     Attributes:
@@ -40,7 +40,8 @@ class ReplicaAverage:
 
     mean_over = 1
 
-    def __init__(self, module: nn.Module, replicas: Replicas, options: StrategyOptions, *, alone: bool) -> None:
+    def __init__(self, module: nn.Module, replicas: ReplicaGroup, options: StrategyOptions, *, alone: bool) -> None:
+        super().__init__()
         self.enabled = True
         self._due = False
         self._kinds: list[tuple[int, torch.dtype, torch.Size]] = []
@@ -49,38 +50,31 @@ class ReplicaAverage:
         self._of_buffers: list[_Flat] = []
         self._named = dict(module.named_parameters())
         self._alone = alone
-        self._buffers = SharedBuffers(module)
-        self._shares = options.buffers == "broadcast" and bool(self._buffers.tensors())
+        self._buffers = SharedBuffers(module, shared=options.buffers == "broadcast")
         self._class_name = type(module).__name__
         self._replicas = replicas
         self._options = options
         self._session = BackwardSession(self._begin, self._end, rounds=2)  # after the ranks of this replica
-        self._got = bytearray(len(self._named))  # which parameters a gradient has reached since they had none
-        self._removable = Removable()
-        self._seen: set[int] = set()  # parameters, by their places
+        self._got: set[str] = set()  # the parameters that a gradient has reached since they had none
+        self._seen: set[str] = set()  # those with a hook
         if alone:
             self._see_arrivals()
         attach(module, self._removable, after=self._watch)
 
     def _see_arrivals(self) -> None:
-        for index, p in enumerate(self._named.values()):
-            if p.requires_grad and index not in self._seen:
-                self._seen.add(index)
-                self._removable.add(p.register_post_accumulate_grad_hook(partial(self._arrive, index)).remove)
+        for name, p in self._named.items():
+            if p.requires_grad and name not in self._seen:
+                self._seen.add(name)
+                self._removable.add(p.register_post_accumulate_grad_hook(partial(self._arrive, name)).remove)
 
-    def undo(self) -> None:
-        """Take the hooks off."""
-        self._removable.remove()
-
-    def _arrive(self, index: int, parameter: torch.Tensor) -> None:
-        self._got[index] = 1
+    def _arrive(self, name: str, parameter: torch.Tensor) -> None:
+        self._got.add(name)
         self._session.enter()
 
     def _watch(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self._alone:  # gradients of the parameters themselves come from a strategy
             when_entered(output, lambda _: self._session.enter())
-        if self._shares and torch.is_grad_enabled():
-            self._buffers.watch(output)
+        self._buffers.watch(output)
 
     def begin_window(self) -> None:
         """Backward passes keep their gradients here from now on."""
@@ -100,15 +94,13 @@ class ReplicaAverage:
         """Let what is left of the backward pass add to the pieces; not sooner, for it may never come."""
         if not self._pieces:
             return
-        for index, p in enumerate(self._named.values()):
-            if p.grad is None:
-                self._got[index] = 0
+        self._got -= {name for name, p in self._named.items() if p.grad is None}
         for piece in self._pieces:
             if all(p.requires_grad for p in piece.parameters):
                 piece.attach()
 
     def _end(self) -> None:
-        if self._shares:
+        if self._buffers.shared:
             self._buffers.passed(retained=running_backward().retains_graph)
         if self.enabled:
             self._due = False
@@ -143,11 +135,10 @@ class ReplicaAverage:
 
     def _without(self, trained: Mapping[str, nn.Parameter]) -> list[str]:
         """The names of those that this backward pass has given no gradient, to this replica."""
-        lent = [i for piece in self._pieces for i in piece.without if not self._got[i]]  # zeros that nothing reached
+        unreached: set[str] = set()  # which hold zeros of a piece
         for piece in self._pieces:
+            unreached |= piece.without - self._got
             piece.without.clear()
-        everyone = [*self._named] if lent else []
-        unreached = {everyone[i] for i in lent}
         return [name for name, p in trained.items() if p.grad is None or name in unreached]
 
     def _fill(self, trained: Sequence[nn.Parameter]) -> Iterator[torch.Tensor]:
@@ -184,17 +175,17 @@ class ReplicaAverage:
 
     def _lay_out(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
         """Decide where gradients and buffers lie together: on the CPU, each with room for one element at the end."""
-        places = {id(p): index for index, p in enumerate(self._named.values())}
+        names = {id(p): name for name, p in self._named.items()}
         self._pieces, self._of_gradients = [], []
         if self._alone:
             self._see_arrivals()  # at those that were frozen until now
         for which in _by_kind(gradients):
             same, first = [parameters[index] for index in which], gradients[which[0]]
             if self._alone and first.device.type == "cpu" and self._options.dtype in (None, first.dtype):
-                self._pieces.append(FlatPiece(same, [places[id(p)] for p in same], keeps_values=False, room=1))
+                self._pieces.append(FlatPiece(same, [names[id(p)] for p in same], keeps_values=False, room=1))
             else:
                 self._of_gradients.append(_Flat(gradients, which, self._options.dtype))
-        buffers = self._buffers.tensors() if self._shares else []
+        buffers = self._buffers.tensors()
         self._of_buffers = [_Flat(buffers, which) for which in _by_kind(buffers)]
 
 

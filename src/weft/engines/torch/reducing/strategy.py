@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,15 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engines.options import StrategyOptions
-from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.hooks.first_steps import FirstSteps
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.engines.torch.steps.watch import Steps, settings_of
 from weft.errors import NotSynchronized, UnusedParameters, listed
+from weft.peers.ledger import Ledger
 from weft.tensors.dtensor import is_sharded
-from weft.tensors.messages import broadcast
 
 
 class Strategy:
@@ -31,7 +30,7 @@ class Strategy:
         finds_unused: Whether parameters may be without gradient, which then counts as zero.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: StrategyOptions, peers: Peers) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: StrategyOptions, peers: Ledger) -> None:
         self.enabled = True
         self.mean_over = dist.get_world_size(group)
         self._what = options.strategy
@@ -42,8 +41,7 @@ class Strategy:
         self._due = False  # the running window owes a reduction
         self._reductions = 0
         self._place = 0  # of the last one among those of all modules
-        shares = options.buffers == "broadcast" and any(True for _ in module.buffers())
-        self._buffers = SharedBuffers(module) if shares else None
+        self._buffers = SharedBuffers(module, shared=options.buffers == "broadcast")
         self.finds_unused = options.unused == "zero"
         self._removable = Removable()
         self._first_steps = FirstSteps(self._what, self._class_name, peers)
@@ -115,6 +113,10 @@ class Strategy:
         facts = {"gradients averaged so far": self._reductions, "of all modules": self._place}
         return facts if module is None else {**facts, **settings_of(module)}
 
+    def same_weights(self) -> tuple[Ledger, Iterable[nn.Parameter]] | None:
+        """Parameters that this rank steps on as other ranks do, and those ranks."""
+        return None if self._trained is None else (self._peers, self._trained.same_on_all().values())
+
     def _note_reduction(self) -> None:
         self._due = False
         self._reductions += 1
@@ -123,12 +125,10 @@ class Strategy:
 
     def _pass_on_buffers(self, retains_graph: Callable[[], bool], *, reduced: bool = True) -> None:
         """Broadcast buffers after a backward pass, if it was reduced; see [Note: passes that wait]."""
-        if self._buffers is None:
-            return
-        self._buffers.passed(retained=retains_graph())
-        group = self._group
-        if reduced and group is not None:
-            self._buffers.receive(lambda buffers: broadcast(buffers, group), is_first=dist.get_rank(group) == 0)
+        if self._buffers.shared:
+            self._buffers.passed(retained=retains_graph())
+            if reduced and self._group is not None:
+                self._buffers.broadcast(self._group)
 
     def _before(self, module: Any = None, args: Any = (), kwargs: Any = None) -> None:
         """The module is about to be called."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from weft import torch_internals
-from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import parameters_of
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.hooks.program_lines import strategy_line
 from weft.engines.torch.steps.watch import check_same_gradients
 from weft.errors import ContractError, listed
+from weft.peers.ledger import Ledger
 
 if TYPE_CHECKING:  # asking whether a parameter is reduced needs none of it
     from weft.engines.options import ReduceOptions
@@ -31,8 +31,8 @@ class TrainedParameters:
     """The trained parameters of one module.
 
     Attributes:
-        names: Their names.
-        parameters: In the same order.
+        by_name: Those that are guarded.
+        parameters: The same ones, in their order.
         got: Byte i is 1 when parameter i got a gradient.
         pending: Whether `.grad` holds gradients of a window that were not reduced; see [Note: pending gradients].
         watch: What the module's parameters were when they were last looked at.
@@ -42,7 +42,7 @@ class TrainedParameters:
         self.watch = ParameterWatch(what, module)
         self._apart = options.apart
         self._flat = options.flat
-        self.names: list[str] = []
+        self.by_name: dict[str, nn.Parameter] = {}
         self._agreed: set[str] = set()  # the same, and those that other ranks have
         self.parameters: list[nn.Parameter] = []
         self.got = bytearray()
@@ -57,7 +57,7 @@ class TrainedParameters:
     def take(self, named: Mapping[str, nn.Parameter], flag: bytearray, arrive: Arrive) -> None:
         """Guard these parameters from now on; `arrive` learns that the first gradient has reached parameter i."""
         self.release()
-        self.names, self.parameters = list(named), list(named.values())
+        self.by_name, self.parameters = dict(named), list(named.values())
         self._agreed = {*named, *self.watch.there}
         self.got, self._nothing = bytearray(len(named)), bytes(len(named))
         for index, parameter in enumerate(self.parameters):
@@ -67,7 +67,7 @@ class TrainedParameters:
         if self.parameters:
             self._node, self._address = _gradient_node(self.parameters[0]), self.parameters[0].data_ptr()
 
-    def agreed_anew(self, module: nn.Module, peers: Peers) -> list[bool]:
+    def agreed_anew(self, module: nn.Module, peers: Ledger) -> list[bool]:
         """Notice that others are trained now, and agree about them. Collectives: then, two meetings.
 
         Returns:
@@ -118,9 +118,13 @@ class TrainedParameters:
         return self.parameters[0] if self.parameters else None
 
     def same_on_all(self) -> dict[str, nn.Parameter]:
-        """Those that are whole on each rank, by name."""
-        named = zip(self.names, self.parameters, strict=True)
-        return {name: p for name, p in named if name not in self._apart}
+        """Those of which each rank holds the same, by name: where fewer ranks add up, the others have other parts."""
+        apart = self._apart
+        return {name: p for name, p in self.by_name.items() if name not in apart or apart[name].scale == 1}
+
+    def together(self) -> dict[str, nn.Parameter]:
+        """Those whose gradients are not reduced apart from the others, by name."""
+        return {name: p for name, p in self.by_name.items() if name not in self._apart}
 
     def forget(self) -> None:
         """Begin to note anew which parameters get gradients."""
@@ -128,16 +132,11 @@ class TrainedParameters:
 
     def missing(self) -> list[str]:
         """Names of those that got no gradient."""
-        return [] if all(self.got) else [name for name, got in zip(self.names, self.got, strict=True) if not got]
+        return [] if all(self.got) else [name for name, got in zip(self.by_name, self.got, strict=True) if not got]
 
     def reached(self) -> list[str]:
         """Names of those that got one."""
-        return [name for name, got in zip(self.names, self.got, strict=True) if got]
-
-    def named(self, names: Collection[str], *, besides: Collection[str] = ()) -> list[nn.Parameter]:
-        """The parameters of these names, without some."""
-        wanted = set(names).difference(besides)
-        return [p for name, p in zip(self.names, self.parameters, strict=True) if name in wanted]
+        return [name for name, got in zip(self.by_name, self.got, strict=True) if got]
 
     @contextlib.contextmanager
     def unfrozen(self) -> Iterator[None]:
@@ -183,7 +182,7 @@ class TrainedParameters:
             self._unreduced_versions = None
         return stepped
 
-    def check_same_gradients(self, what: str, optimizer: torch.optim.Optimizer, peers: Peers) -> None:
+    def check_same_gradients(self, what: str, optimizer: torch.optim.Optimizer, peers: Ledger) -> None:
         """Raise if gradients that `optimizer` is about to use differ between the ranks; a meeting.
 
         Args:
@@ -192,10 +191,7 @@ class TrainedParameters:
             peers: The same strategy on the other ranks.
         """
         held = set(map(id, parameters_of(optimizer)))
-        named = zip(self.names, self.parameters, strict=True)
-        # Of parameters that fewer ranks add up, the others have other parts.
-        besides = {name for name, how in self._apart.items() if how.scale != 1}
-        ours = [(name, p) for name, p in named if id(p) in held and name not in besides]
+        ours = [(name, p) for name, p in self.same_on_all().items() if id(p) in held]
         if ours:  # also where none has a gradient: the other ranks may have some
             check_same_gradients(what, ours, peers)
         if any(p.grad is not None for _, p in ours):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from weft.engines.torch.steps.rebind import state_as
 from weft.engines.torch.steps.swapped import Groups, SwappedStep, check_same_groups, ids_of
 from weft.tensors.blocks import Block, divided_as, full_tensor
 from weft.tensors.dtensor import local
+from weft.tensors.messages import grouped, in_buckets
 from weft.tensors.nested import map_tensors
 
 _ALIGNED = 16  # bytes
@@ -78,20 +80,12 @@ def assign_owners(groups: Groups, blocks: Sequence[tuple[Block, ...]], num_ranks
     ]
 
 
-def owner_rounds(every: Sequence[Owned], num_ranks: int) -> list[list[Owned]]:
+def owner_rounds(every: Sequence[Owned]) -> list[list[Owned]]:
     """Cut the parameters into rounds in which each owner steps on few bytes: one matrix, or several small ones."""
     limit = max([_ROUND_BYTES, *(one.nbytes for one in every)])
-    number, filled = [0] * num_ranks, [0] * num_ranks
-    found: list[list[Owned]] = []
-    for one in every:
-        if filled[one.owner] and filled[one.owner] + one.nbytes > limit:
-            number[one.owner] += 1
-            filled[one.owner] = 0
-        filled[one.owner] += one.nbytes
-        while len(found) <= number[one.owner]:
-            found.append([])
-        found[number[one.owner]].append(one)
-    return found
+    by_owner = grouped(every, lambda one: one.owner).values()
+    buckets = (in_buckets(own, lambda one: one.nbytes, limit) for own in by_owner)
+    return [list(chain(*together)) for together in zip_longest(*buckets, fillvalue=())]
 
 
 def _cost(parameter: torch.Tensor) -> int:
@@ -134,7 +128,7 @@ class OwnerStep(SwappedStep):
         self._share = share
         self._held = ids_of(optimizer)
         self._every = assign_owners(self._groups(optimizer), blocks, dist.get_world_size(group))
-        self._rounds = owner_rounds(self._every, dist.get_world_size(group))
+        self._rounds = owner_rounds(self._every)
         others = {id(one.parameter) for one in self._every if one.owner != self._rank}
         self._mine = {id(p) for p in parameters_of(optimizer)} - others
         self._take_state(optimizer)

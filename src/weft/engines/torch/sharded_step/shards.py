@@ -344,18 +344,13 @@ class PartitionedStep(StepsOnOthers):
             self._kept[id(mesh)] = kept
             kept[1].gather()
             return
-        buckets = _cut(small)
+        alike = grouped(small, lambda rows: rows.parameter.dtype).values()
+        buckets = [bucket for same in alike for bucket in in_buckets(same, lambda rows: rows.nbytes, _BUCKET_BYTES)]
         for bucket in buckets:
             sent = _RowsGather(bucket, mesh, group)
             sent.gather()
             if len(buckets) == 1 and sum(rows.nbytes for rows in bucket) <= _KEPT_BYTES:
                 self._kept[id(mesh)] = (places, sent)
-
-
-def _cut(small: list[_Rows]) -> list[list[_Rows]]:
-    """Cut parameters into buckets of one dtype and a limited size, in their order."""
-    alike = grouped(small, lambda rows: rows.parameter.dtype).values()
-    return [bucket for same in alike for bucket in in_buckets(same, lambda rows: rows.nbytes, _BUCKET_BYTES)]
 
 
 class _RowsGather:

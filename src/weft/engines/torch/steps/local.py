@@ -7,8 +7,9 @@ the parameter continues from the anchor. With SGD of learning rate 1 that is the
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,10 +20,11 @@ from torch import nn
 
 from weft import torch_internals
 from weft.checks import check_count, check_optimizer
-from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import before_every_step, parameters_of
 from weft.engines.torch.steps.rebind import state_as
 from weft.errors import ContractError, listed, type_error
+from weft.peers.ledger import Ledger
+from weft.private_names import replaced
 from weft.tensors.dtensor import local, resting_parameters
 from weft.tensors.messages import add_up, broadcast
 from weft.tensors.nested import map_tensors
@@ -95,7 +97,7 @@ class LocalSteps:
         optimizer: torch.optim.Optimizer,
         group: dist.ProcessGroup | None,
         options: LocalStepOptions,
-        peers: Peers | None,
+        peers: Ledger | None,
         stacked: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self.apart_over = (options.axis,)
@@ -183,23 +185,19 @@ class LocalSteps:
 
     # -- the mean, for evaluation
 
-    @torch.no_grad()
-    def put_mean(self) -> dict[str, torch.Tensor]:
-        """Give the parameters the mean over the ranks; returns what they were, for `put_back`."""
-        parameters = self._parameters()
-        before = {name: p.detach().clone() for name, p in parameters.items()}
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Give the parameters the mean over the ranks inside the body, and their own values again after it."""
+        parameters = list(self._parameters().values())
+        before = [p.detach().clone() for p in parameters]
         if self._group is not None:
-            add_up((local(p.detach()) for p in parameters.values()), self._group, mean=True)
-        self._is_averaged = True
-        return before
-
-    @torch.no_grad()
-    def put_back(self, before: Mapping[str, torch.Tensor]) -> None:
-        """Give the parameters their own values again."""
-        parameters = self._parameters()
-        for name, value in before.items():
-            parameters[name].copy_(value)
-        self._is_averaged = False
+            add_up((local(p.detach()) for p in parameters), self._group, mean=True)
+        try:
+            with replaced(self, _is_averaged=True):
+                yield
+        finally:
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.detach().copy_(value)
 
     # -- what checkpoints hold
 

@@ -166,7 +166,6 @@ def _adjust(scales: list[LossScale], own: list[bool], flags: list[_Flags], *, sk
     passed_on = any(bad and f.went_out for bad, f in zip(at_fault, flags, strict=True))
     for scale, mine, f, fault in zip(scales, own, flags, at_fault, strict=True):
         overflow = f.fresh and (fault or (mine and f.came_in and not passed_on))
-        if overflow or (mine and by_hand and not passed_on):
-            scale.back_off()
-        elif f.fresh and mine and not skip:
-            scale.grow()
+        overflow = overflow or (mine and by_hand and not passed_on)
+        if overflow or (f.fresh and mine and not skip):
+            scale.adjust(overflow=overflow)

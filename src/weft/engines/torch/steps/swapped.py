@@ -269,8 +269,8 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its update of an element is known to depend on that element alone."""
-    one = not isinstance(optimizer, CombinedOptimizer)
-    return type(optimizer) in _ELEMENTWISE if one else {*kinds_of(optimizer)} <= {*_ELEMENTWISE}
+    kinds = kinds_of(optimizer) if isinstance(optimizer, CombinedOptimizer) else [type(optimizer)]
+    return all(kind in _ELEMENTWISE for kind in kinds)
 
 
 def elementwise_groups(optimizer: torch.optim.Optimizer) -> list[int]:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,22 +19,26 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from weft import torch_internals
-from weft.engines.peers import Peers, differing
 from weft.engines.torch.hooks.every_optimizer import after_every_step, before_every_step, optimizers_of, parameters_of
 from weft.engines.torch.parts.refuse_pickle import refuse_optimizer_file
 from weft.engines.torch.steps.swapped import StepsOnOthers, replace_closure, step_hooks
 from weft.errors import ContractError, NotSynchronized, listed
-from weft.tensors.checksums import checksums
+from weft.peers.ledger import Ledger
+from weft.tensors.checksums import can_be_read, checksums
 from weft.tensors.dtensor import is_sharded, local
 from weft.version import TESTED_TORCH
 
-# Settings are compared at each of the first 16 steps, at every 16th of the first 128, and at every 128th after that: a
-# comparison costs about a tenth of a small step.
+# Settings and weights are compared at each of the first 16 steps, at every 16th of the first 128, and at every 128th
+# after that: a comparison costs about a tenth of a small step.
 _OFTEN = 16
 _RARELY = 128
 _SAME_SETTINGS = (
     "the same learning rate and model.train() on all ranks; scheduler.step(weft.reduce(loss, ctx, 'mean')) where a "
     "schedule follows a loss"
+)
+_SAME_WEIGHTS = (
+    "weft.reduce(loss.detach(), ctx, 'mean') where a loss decides about zero_grad, clipping or a step; and what writes "
+    "into weights or gradients after backward, on all ranks alike"
 )
 _MAX_SEARCHES = 8  # for a loop that changes parameters by hand, and would be searched for in each step
 
@@ -55,6 +59,10 @@ class StepOwner(Protocol):
         """What of the module has to be equal on all ranks and may change: dropout, training or evaluation."""
         ...
 
+    def same_weights(self) -> tuple[Ledger, Iterable[nn.Parameter]] | None:
+        """Parameters that this rank steps on as other ranks do, and those ranks."""
+        ...
+
 
 class Steps:
     """The steps of the optimizers that hold the parameters of one strategy.
@@ -65,7 +73,7 @@ class Steps:
     """
 
     def __init__(
-        self, what: str, owner: StepOwner, group: dist.ProcessGroup, peers: Peers, module: nn.Module | None = None
+        self, what: str, owner: StepOwner, group: dist.ProcessGroup, peers: Ledger, module: nn.Module | None = None
     ) -> None:
         """Begin to see steps.
 
@@ -143,14 +151,6 @@ class Steps:
                     fix=f"optimizer.step()  # of {kind} itself; or pip install 'torch=={TESTED_TORCH[-1]}'",
                 )
 
-    def arrange(self, optimizer: torch.optim.Optimizer) -> None:
-        """One whose steps are seen is about to step, and no hook on it has run: let it step on tensors of one kind."""
-        seen = self._seen.get(optimizer)
-        if seen is not None and any(is_sharded(p) for p in parameters_of(optimizer)):
-            from weft.engines.torch.sharded_step.one_kind import step_on_one_kind  # noqa: PLC0415  (DTensors are there)
-
-            seen.handles += step_on_one_kind(optimizer)
-
     def check_other(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         """Raise if an optimizer that holds nothing of the module was meant for it.
 
@@ -182,7 +182,10 @@ class Steps:
         self._group = None
 
     def _see(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer is about to step: attach it before its first step, if it holds parameters of the module."""
+        """Any optimizer is about to step: attach it before its first step, if it holds parameters of the module.
+
+        One whose steps are seen steps on tensors of one kind.
+        """
         module = None if self._module is None else self._module()
         if module is None:
             return
@@ -193,7 +196,11 @@ class Steps:
                 self.attach(optimizer)
             else:
                 self.check_other(optimizer, module)
-        self.arrange(optimizer)
+        seen = self._seen.get(optimizer)
+        if seen is not None and any(is_sharded(p) for p in parameters_of(optimizer)):  # no hook on it has run yet
+            from weft.engines.torch.sharded_step.one_kind import step_on_one_kind  # noqa: PLC0415  (DTensors are there)
+
+            seen.handles += step_on_one_kind(optimizer)
 
     def _note_fused(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the versions of parameters tell of every step of ours: torch's fused kernels leave them as they are."""
@@ -214,7 +221,7 @@ class Steps:
         return replace_closure(args, kwargs, lambda closure: lambda: self._mean(closure(), optimizer))
 
     def _compare(self, optimizer: torch.optim.Optimizer, owner: StepOwner) -> None:
-        """Compare settings with those of the other ranks, of which a different one lets weights drift apart."""
+        """Compare weights with those of the other ranks, and settings, of which a different one lets weights drift."""
         seen = self._seen.setdefault(optimizer, _WatchedOptimizer())  # a wrapper may have the hooks of an optimizer
         seen.steps = number = seen.steps + 1
         if number > _OFTEN and number % (_OFTEN if number <= _RARELY else _RARELY):
@@ -223,8 +230,12 @@ class Steps:
         facts = {**_settings(optimizer), **owner.settings()}
         if number == 1:
             self._peers.agree(what, facts, fix=_SAME_SETTINGS)
-        else:
-            self._peers.compare(what, facts, fix=_SAME_SETTINGS)
+            return
+        if (same := owner.same_weights()) is not None:
+            peers, weights = same
+            total = sum(checksums(part for p in weights if can_be_read(part := local(p.detach()))))
+            peers.compare(f"weights before {what}", {"a sum of their bits": total}, fix=_SAME_WEIGHTS)
+        self._peers.compare(what, facts, fix=_SAME_SETTINGS)  # right after: what was noted last waits for a next call
 
     def _mean(self, loss: Any, optimizer: torch.optim.Optimizer) -> Any:
         if self._group is None or not isinstance(loss, (float, torch.Tensor)):
@@ -277,7 +288,7 @@ def _plain(value: object) -> object:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], peers: Peers) -> None:
+def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], peers: Ledger) -> None:
     """Raise if gradients that no backward pass has reduced differ between the ranks. Collectives: none; a meeting.
 
     A rank that comes here alone, while the others reduce gradients in backward, is found at the meeting; in a
@@ -295,7 +306,7 @@ def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], p
     gradients = {name: _values(p.grad) for name, p in named}
     sums = iter(checksums(values for values in gradients.values() if values is not None))
     mine = {name: None if values is None else next(sums) for name, values in gradients.items()}
-    wrong = differing(peers, "optimizer.step() without a backward pass", mine)
+    wrong = peers.differing("optimizer.step() without a backward pass", mine)
     if wrong:
         raise NotSynchronized(
             f"{what}: a step on gradients that were not averaged over the ranks",
@@ -313,17 +324,3 @@ def _values(gradient: torch.Tensor | None) -> torch.Tensor | None:
     gradient = local(gradient.detach())
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return values + 0.0  # -0.0 becomes 0.0: the same gradient
-
-
-def raise_step_inside(what: str, class_name: str) -> NoReturn:
-    """Raise for a step while gradients are still coming.
-
-    Raises:
-        NotSynchronized: Always.
-    """
-    raise NotSynchronized(
-        f"{what}: parameters of {class_name} were updated inside a backward pass",
-        found="a step in a hook on a parameter, on the gradient of this rank alone",
-        expected="a step after backward, when gradients were averaged over the ranks",
-        fix="loss.backward(); optimizer.step()",
-    )

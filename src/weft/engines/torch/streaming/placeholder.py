@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.errors import ContractError
-from weft.tensors.nested import leaves
+from weft.tensors.nested import tensors
 from weft.tensors.remote_parameter import empty_elsewhere
 
 _NAME = "_weft_name"
@@ -29,16 +29,14 @@ class _StreamedPlaceholder(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Answer questions, and raise for the rest."""
-        given = [one for _, one in leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        given = list(tensors((args, kwargs)))
         name = next(vars(one)[_NAME] for one in given if isinstance(one, cls))
         if all(isinstance(one, cls) for one in given):
             with torch_internals.without_subclasses():
                 result = func(*args, **(kwargs or {}))
             if func is torch.Tensor.detach:  # for `state_dict`
                 return _named(result, name)
-            if func is torch.Tensor.requires_grad_ or not any(
-                isinstance(one, torch.Tensor) for _, one in leaves(result)
-            ):
+            if func is torch.Tensor.requires_grad_ or not list(tensors(result)):
                 return result
         asked: Any = getattr(func, "__self__", func) if func.__name__ == "__get__" else func
         raise ContractError(

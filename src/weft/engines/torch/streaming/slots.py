@@ -57,47 +57,29 @@ class _Loaded:
 
 
 class _Reading(threading.Thread):
-    """Reads a part ahead, until nothing more of it is wanted; no thread is left when nothing is read.
+    """Reads tensors of a part ahead, after those that an earlier one reads; when nothing is read, no thread is left."""
 
-    One thread for a part, as each has a stack of some megabytes.
-    """
-
-    def __init__(self, read: Callable[[int, torch.Event | None], None], upto: int, after: torch.Event | None) -> None:
+    def __init__(self, read: Callable[[], None], earlier: _Reading | None) -> None:
         super().__init__(name="weft-place")  # joined at exit: a daemon in C++ would abort
         self._read = read
-        self._wanted: tuple[int, torch.Event | None] | None = (upto, after)
-        self._lock = threading.Lock()
-        self._has_ended = False
+        self._earlier = earlier
         self._error: BaseException | None = None
         self.start()
 
     def run(self) -> None:
         """Read."""
         try:
-            while (wanted := self._take()) is not None:
-                self._read(*wanted)
+            if self._earlier is not None:
+                self._earlier.result()
+            self._read()
         except BaseException as error:  # noqa: BLE001  (raised by `result`, where the part is needed)
             self._error = error
-            self._has_ended = True
-
-    def more(self, upto: int, after: torch.Event | None) -> bool:
-        """Read on, if the thread has not ended."""
-        with self._lock:
-            if not self._has_ended:
-                self._wanted = upto, after
-            return not self._has_ended
 
     def result(self) -> None:
         """Wait, and raise what reading raised."""
         self.join()
         if self._error is not None:
             raise self._error
-
-    def _take(self) -> tuple[int, torch.Event | None] | None:
-        with self._lock:
-            wanted, self._wanted = self._wanted, None
-            self._has_ended = wanted is None
-            return wanted
 
 
 class Slots:
@@ -189,9 +171,8 @@ class Slots:
         upto = sum(end <= space for end in loaded.ends)
         if upto <= loaded.count:
             return
-        if loaded.reading is None or not loaded.reading.more(upto, self._now()):
-            with contextlib.suppress(RuntimeError):  # no memory for a thread: `enter` reads
-                loaded.reading = _Reading(partial(self._read, loaded, side), upto, self._now())
+        with contextlib.suppress(RuntimeError):  # no memory for a thread: `enter` reads
+            loaded.reading = _Reading(partial(self._read, loaded, side, upto, self._now()), loaded.reading)
 
     def _read(self, loaded: _Loaded, side: int, upto: int, after: torch.Event | None) -> None:
         """Fill the next tensors of a part: on an accelerator when what was asked of it until `after` is done."""

@@ -15,7 +15,7 @@ from weft.engines.torch.device.prefetch import move
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.streaming.slots import Fill, Slots, Wanted
 from weft.errors import ContractError
-from weft.tensors.nested import leaves
+from weft.tensors.nested import tensors
 
 
 class StreamedTensor(NamedTuple):
@@ -153,9 +153,8 @@ class Streamed:
 
 
 def _has_gradients(part: StreamedPart, inputs: Any) -> bool:
-    if any(tensor.stand_in.requires_grad for tensor in part.tensors):
-        return True
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for _, leaf in leaves(inputs))
+    given = (*(tensor.stand_in for tensor in part.tensors), *tensors(inputs))
+    return any(tensor.requires_grad for tensor in given)
 
 
 def _bring(device: torch.device, _: nn.Module, args: Any, kwargs: Any) -> Any:

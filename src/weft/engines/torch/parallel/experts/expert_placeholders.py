@@ -5,8 +5,7 @@ In a first run calls are noted, in a second one they are answered; see `listed.p
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -19,7 +18,6 @@ _WITHOUT = (
     'weft.expert_parallel(..., experts=...) without this list, or weft.replicate(model, ctx, unused="zero") alone'
 )
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-End: TypeAlias = tuple[torch.Size, torch.dtype]  # the shape of the result of one row, and the dtype
 
 
 class ExpertCall(NamedTuple):
@@ -59,20 +57,6 @@ class ExpertPlaceholder(nn.Module):
             expected="a forward that only calls its experts: those of other ranks have no values here",
             fix=_WITHOUT,
         )
-
-
-class Noting:
-    """Notes calls, and answers with numbers that nothing may depend on."""
-
-    def __init__(self, end_of: Callable[[torch.Tensor], End], calls: list[ExpertCall]) -> None:
-        self._end_of = end_of
-        self._calls = calls
-
-    def __call__(self, number: int, rows: torch.Tensor) -> torch.Tensor:
-        """Note a call."""
-        self._calls.append(ExpertCall(number, rows))
-        end, dtype = self._end_of(rows)
-        return torch.full((*rows.shape[:-1], *end), float("nan"), dtype=dtype, device=rows.device)
 
 
 class Answering:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,16 +23,16 @@ from weft.engines.torch.parallel.experts.all_to_all import Line, RowRoute
 from weft.engines.torch.parallel.experts.expert_placeholders import (
     DTYPES,
     Answering,
-    End,
     ExpertCall,
     ExpertPlaceholder,
-    Noting,
 )
 from weft.engines.torch.probes.no_trace import random_kept
 from weft.private_names import replaced
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.messages import control_device
 from weft.tensors.nested import map_tensors
+
+_End: TypeAlias = tuple[torch.Size, torch.dtype]  # the shape of the result of one row, and the dtype
 
 
 class ListedExperts:
@@ -48,7 +49,7 @@ class ListedExperts:
         self._template = weakref.ref(experts[0 if line.place else -1])  # of another rank: on meta
         self._line = line
         self.off = False
-        self._ends: dict[object, End] = {}  # of results, by those of inputs
+        self._ends: dict[object, _End] = {}  # of results, by those of inputs
         self._compared = False
 
     def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -58,7 +59,7 @@ class ListedExperts:
         part: Any = self._part()
         experts = torch_internals.MODULES.of(part)[self._own]
         calls: list[ExpertCall] = []
-        with self._put_back(part), self._stand_ins(part, experts, Noting(self.end_of, calls)):
+        with self._put_back(part), self._stand_ins(part, experts, partial(self._note, calls)):
             call(*args, **kwargs)
         results, rows = self._compute(experts, calls)
         answers = Answering(self._name, calls, results, compares=not self._compared)
@@ -91,7 +92,13 @@ class ListedExperts:
                     buffer.copy_(value)
                 place[name] = buffer
 
-    def end_of(self, rows: torch.Tensor) -> End:
+    def _note(self, calls: list[ExpertCall], number: int, rows: torch.Tensor) -> torch.Tensor:
+        """Note a call, and answer with numbers that nothing may depend on."""
+        calls.append(ExpertCall(number, rows))
+        end, dtype = self._end_of(rows)
+        return torch.full((*rows.shape[:-1], *end), float("nan"), dtype=dtype, device=rows.device)
+
+    def _end_of(self, rows: torch.Tensor) -> _End:
         """The shape of the result of one row, and the dtype."""
         key = rows.shape[-1:], rows.dtype, torch.is_autocast_enabled(rows.device.type)
         if key not in self._ends:
@@ -112,16 +119,19 @@ class ListedExperts:
         self, experts: nn.ModuleList, calls: list[ExpertCall]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """The results of all calls, and all rows of them in one tensor; None if no rank calls an expert."""
-        plan = _exchange_plans(experts, calls, self._line)
+        count = len(experts) // self._line.size
+        here = slice(self._line.place * count, (self._line.place + 1) * count)
+        held = list(experts)[here]
+        plan = _exchange_plans(experts, calls, here, self._line)
         if plan is None:
-            return [], self._join_gathers(list(experts)[_held(experts, self._line)])
+            return [], self._join_gathers(held)
         order = sorted(range(len(calls)), key=lambda index: calls[index].number)
         flat = [calls[index].rows.reshape(-1, plan.width) for index in order]
         mine = torch.cat(flat) if flat else torch.zeros(0, plan.width, dtype=plan.dtype, device=plan.device)
         if plan.tracked and not mine.requires_grad:
             mine = mine.requires_grad_()  # the peers wait for this rank's part of the backward pass
         (rows,) = exchanged(plan.route, [mine])
-        (back,) = exchanged(plan.route.back(), [self._run(list(experts)[plan.held], rows, plan)])
+        (back,) = exchanged(plan.route.back(), [self._run(held, rows, plan)])
         results: dict[int, torch.Tensor] = {}
         for index, part in zip(order, back.split([len(one) for one in flat]), strict=True):
             results[index] = part.view(*calls[index].rows.shape[:-1], *part.shape[1:])
@@ -138,7 +148,7 @@ class ListedExperts:
         results = [column[place] for place in range(len(plan.rows)) for column in found if column]
         if results:
             return torch.cat(results)
-        end, dtype = self.end_of(rows)
+        end, dtype = self._end_of(rows)
         nothing = torch.zeros(0, *end, dtype=dtype, device=rows.device)
         if not torch.is_grad_enabled():
             return nothing
@@ -153,7 +163,7 @@ class ListedExperts:
         if not any(is_sharded(p) for p in expert.parameters()):
             return None
         # The ranks that have the other shards may have rows: its parameters are gathered here too, and not used.
-        end, dtype = self.end_of(rows)
+        end, dtype = self._end_of(rows)
         one = torch.cat([rows, rows.new_zeros(1, rows.shape[-1])])
         if torch.is_grad_enabled() and not one.requires_grad:
             one.requires_grad_()
@@ -185,7 +195,6 @@ class _ExchangePlan(NamedTuple):
         route: Of the rows.
         rows: Received, by rank and expert.
         called: Which of the experts of this rank are called by a rank, perhaps without rows.
-        held: The experts of this rank.
         width: Numbers in a row.
         dtype: Of rows.
         device: Of rows.
@@ -195,15 +204,21 @@ class _ExchangePlan(NamedTuple):
     route: RowRoute
     rows: list[list[int]]
     called: list[bool]
-    held: slice
     width: int
     dtype: torch.dtype
     device: torch.device
     tracked: bool
 
 
-def _exchange_plans(experts: nn.ModuleList, calls: list[ExpertCall], line: Line) -> _ExchangePlan | None:
-    """Tell each rank how many rows of which kind there are for each expert; None if there are none anywhere."""
+def _exchange_plans(experts: nn.ModuleList, calls: list[ExpertCall], here: slice, line: Line) -> _ExchangePlan | None:
+    """Tell each rank how many rows of which kind there are for each expert; None if there are none anywhere.
+
+    Args:
+        experts: Of all ranks.
+        calls: Of this one.
+        here: Which of the experts it has.
+        line: The ranks.
+    """
     size, held = line.size, len(experts) // line.size
     counts, called = [0] * len(experts), [0] * len(experts)
     for call in calls:
@@ -220,19 +235,12 @@ def _exchange_plans(experts: nn.ModuleList, calls: list[ExpertCall], line: Line)
     width, dtype, _ = max(each[:3] for each in heard)
     if not width:
         return None
-    here = _held(experts, line)
     rows = [each[3 : 3 + len(experts)][here] for each in heard]
     calls_of = [each[3 + len(experts) :][here] for each in heard]
     sent = [sum(counts[rank * held : (rank + 1) * held]) for rank in range(size)]
     route = RowRoute(line.group, sent, [sum(each) for each in rows])
     is_called = [any(each) for each in zip(*calls_of, strict=True)]
-    return _ExchangePlan(route, rows, is_called, here, width, DTYPES[dtype], device, any(each[2] for each in heard))
-
-
-def _held(experts: nn.ModuleList, line: Line) -> slice:
-    """The experts of this rank."""
-    held = len(experts) // line.size
-    return slice(line.place * held, (line.place + 1) * held)
+    return _ExchangePlan(route, rows, is_called, width, DTYPES[dtype], device, any(each[2] for each in heard))
 
 
 def _tied(output: Any, rows: torch.Tensor | None) -> Any:

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from weft import torch_internals
 from weft.engines.probes import Args, Compared, Kwargs
+from weft.engines.torch.hooks.graph_walk import walk_to_leaves
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
 from weft.engines.torch.probes.compare import is_low, parts_suppressed, returned_tensors
@@ -102,18 +103,9 @@ class ExpertUnits(WholeUnits):
     @override
     def _other_leaves(self, ends: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All of them: a rank that brings no rows sends its part of the backward pass all the same."""
-        nodes: list[Any] = [end.grad_fn for end in ends if end.grad_fn is not None]
-        seen: set[Any] = set()
-        found: dict[int, torch.Tensor] = {}
-        while nodes:
-            node = nodes.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if hasattr(node, "variable"):
-                found[id(node.variable)] = node.variable
-            nodes += [before for before, _ in node.next_functions if before is not None]
-        return [leaf for at, leaf in found.items() if all(at != id(one) for one in known)]
+        roots = [end.grad_fn for end in ends if end.grad_fn is not None]
+        leaves = walk_to_leaves(roots, crosses=lambda _: None).outside
+        return [leaf for leaf in leaves if all(leaf is not one for one in known)]
 
     @override
     def _undivided(self, name: str) -> AbstractContextManager[None]:
