@@ -227,8 +227,8 @@ def keyed_uniform(
     """Uniform random numbers that are a function of (seed, epoch, sample id), for masks and augmentation.
 
     No state is read or changed: a sample gets the same numbers at every number of ranks and workers, in
-    any batch, on any device, and in a run resumed from a checkpoint. For code that draws from the
-    global generators use `shard_data(..., keyed=True)`.
+    any batch, on any device, and in a run resumed from a checkpoint. For a dataset that draws from the
+    global generators use `shard_data(..., keyed=True)`, which does not cover a `collate_fn`.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox4x32-10).
 
@@ -238,8 +238,9 @@ def keyed_uniform(
         ids: Sample ids [rows], as in the `rows` of `shard_data(..., with_ids=True)`; int64, >= 0.
         seed: Any integer, such as `ctx.seed`.
         epoch: Number of the epoch, such as `rows.epoch`.
-        shape: Numbers per sample.
-        site: Separates several uses in one step.
+        shape: Numbers per sample. A padded dimension comes first, as in (length, 3): a shorter sample then has
+            the first numbers of a longer one. With (3, length) its numbers depend on the padding of the batch.
+        site: Separates several draws for the same samples, such as the layers or masks of one step.
 
     Returns:
         float32 [rows, ...] in [0, 1), the dots for `shape`, on the device of `ids`.

@@ -353,6 +353,15 @@ def evaluated_on_one_rank(ctx):
     _train(model, optimizer, loader)
 
 
+def episodes_of_different_lengths(ctx):
+    model, _, _, ctx = _begin(ctx, weft.fully_shard)
+    steps = 2 + ctx.rank
+    with torch.no_grad():
+        for _ in range(steps):
+            model(torch.ones(1, 4))
+    weft.reduce(torch.tensor(steps), ctx)
+
+
 def eval_mode_on_one_rank(ctx):
     model, optimizer, loader, ctx = _begin(ctx)
     for _ in range(2):
@@ -782,6 +791,7 @@ CASES = [
     ),
     (backward_on_one_rank_in_windows, (), UserWarning, "replicate: a rank makes no backward pass through"),
     (evaluated_on_one_rank, (), weft.errors.NotSynchronized, "fully_shard: the ranks gather different units"),
+    *variant_cases((episodes_of_different_lengths, (), weft.errors.PeerError, "reduce: rank 1 of 2 did not call it")),
     (eval_mode_on_one_rank, (), weft.errors.ContextError, "of SGD: the ranks do not agree"),
     (saved_on_one_rank, (), weft.errors.ContextError, "save: the ranks do not agree"),
     *variant_cases((loop_left_by_one_rank, (), weft.errors.PeerError, "left the job while others still work")),
