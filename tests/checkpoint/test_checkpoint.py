@@ -787,6 +787,49 @@ def test_two_savers_are_not_let_in(tmp_path):
     assert weft.save(state, tmp_path, 2, ctx).name == "step-00000002"
 
 
+@pytest.mark.parametrize("save", [weft.save, lambda *args: weft.save_async(*args).wait()])
+def test_arrays_come_back_as_arrays(save, tmp_path):
+    rows = np.arange(12.0, dtype=np.float32).reshape(3, 4)
+    kept = {
+        "rows": rows.copy(),
+        "turned": rows.T[::-1].copy(),
+        "none": np.zeros((0, 2), np.int64),
+        "flag": np.array(True),
+    }
+    read_only = rows.copy()
+    read_only.flags.writeable = False
+    progress, box = {"window": [(kept["rows"], 1, 2.0)]}, Box(kept | {"view": rows.T[::-1], "read only": read_only})
+    state = _local({"progress": progress, "box": box})[0]
+    save(state, tmp_path, 1, weft.local())
+    rows[:], kept["rows"][:], progress["window"], box.value = 0, 0, [], None
+    weft.restore(state, tmp_path, weft.local())
+    expected = np.arange(12.0, dtype=np.float32).reshape(3, 4)
+    [(found, one, two)] = progress["window"]
+    assert type(found) is np.ndarray and found.dtype == np.float32 and (one, two) == (1, 2.0)
+    np.testing.assert_array_equal(found, expected)
+    for name in ("view", "turned"):
+        np.testing.assert_array_equal(box.value[name], expected.T[::-1])
+    np.testing.assert_array_equal(box.value["read only"], expected)
+    assert box.value["none"].shape == (0, 2) and (box.value["flag"].dtype, box.value["flag"].shape) == (np.bool_, ())
+    box.value["rows"][0] = 7.0  # may be written
+    for wrong in (
+        np.array([object()]),
+        np.array(["a"]),
+        np.ma.masked_array([1], [True]),
+        np.zeros(2, np.uint32).view(">u4"),
+    ):
+        with pytest.raises(TypeError, match="box/value cannot be saved"):
+            weft.save(_local({"box": Box(wrong)})[0], tmp_path, 2, weft.local())
+
+
+def test_arrays_that_differ_between_the_ranks_are_refused(tmp_path):
+    def saves(ctx, folder):
+        with pytest.raises((CheckpointError, PeerError), match="box/value: one value on rank 0, another on rank 1"):
+            weft.save(_state(ctx, box=Box(np.full(3, float(ctx.rank)))), folder, 1, ctx)
+
+    run_ranks(saves, 2, tmp_path)
+
+
 # -- ranks that do not agree -------------------------------------------------------------------------
 
 

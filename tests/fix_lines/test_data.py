@@ -463,6 +463,23 @@ def test_numbers_of_micro_batches():
         it.run(model=nn.Linear(2, 2), loader=loader, ctx=weft.local())
 
 
+def test_the_position_of_windows_by_a_schedule():
+    def windows_of():
+        loader, ctx = weft.shard_data(DataLoader(range(12), batch_size=1), weft.local())
+        return loader, weft.accumulate_grads(nn.Linear(1, 1), loader, ctx, steps=lambda window: 1 + window)[1]
+
+    loader, windows = windows_of()
+    reading = iter(windows)
+    for _ in range(2):
+        list(next(reading))
+    with told("data/split/sharded_loader.py", "how many windows were read") as it:
+        loader.state_dict()
+    state, _ = eval(it.fix, {"weft": weft, "windows": windows, "ctx": weft.local()})
+    _, again = windows_of()
+    again.load_state_dict(state.objects["loader"].state_dict())
+    assert len(next(iter(again))) == 3
+
+
 def test_states_between_windows():
     _, loader = windows_of(Foreign(), remainder="carry")
     window = next(iter(loader))

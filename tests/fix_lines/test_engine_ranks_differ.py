@@ -123,11 +123,16 @@ def _routed_right(ctx):
 
 def _evaluate(ctx, how):
     model, optimizer, here = under(weft.fully_shard, ctx)
+    if how.startswith("after steps"):
+        train(model, optimizer, ctx)
     with torch.no_grad():
         if how == "gathered":
             with weft.full_params(model, here, forward=True):
                 for _ in range(3 if ctx.is_main else 0):
                     model(x_of(ctx))
+        elif how == "not equally often":
+            for _ in range(2 + ctx.rank):
+                model(x_of(ctx))
         elif how == "on all ranks" or ctx.is_main:
             model(x_of(ctx))
     train(model, optimizer, ctx)
@@ -148,6 +153,12 @@ def test_units_that_other_ranks_do_not_call():
     lines = run_ranks(_routed, 2)
     assert "call every unit on every rank (multiply what is not needed by zero), or weft.replicate(" in "".join(lines)
     run_ranks(_routed_right, 2)
-    lines = run_ranks(_evaluated, 2)
-    assert "evaluate on all ranks, or on one with weft.full_params(model, ctx, forward=True)" in lines
+    line = "evaluate on all ranks, equally often, or with weft.full_params(model, ctx, forward=True)"
+    assert line in run_ranks(_evaluated, 2)
+    for how in ("not equally often", "after steps, on one rank"):
+        with pytest.raises(
+            RanksFailed, match="the ranks gather different units(.|\n)*, while rank 1 waits in"
+        ) as caught:
+            run_ranks(_evaluate, 2, how)
+        assert line in str(caught.value)
     run_ranks(_evaluated_right, 2)

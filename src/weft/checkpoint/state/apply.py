@@ -36,8 +36,7 @@ from weft.checkpoint.state.collect import (
     step_state_of,
     update_keepers,
 )
-from weft.checkpoint.state.json_values import encode
-from weft.collectives.encoding import decode
+from weft.checkpoint.state.json_values import decode, encode
 from weft.context import DistContext
 from weft.context.placement import values_replaced
 from weft.contract import KeepsOrder, OwnsState, Stateful, StepsApart, offered

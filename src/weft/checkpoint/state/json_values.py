@@ -12,6 +12,7 @@ import torch
 from typing_extensions import override
 
 from weft.checkpoint.format.tensor_blocks import hold_savable
+from weft.collectives import encoding
 from weft.collectives.encoding import MOST_NESTED, Encoder
 from weft.errors import type_error
 from weft.tensors.blocks import Held
@@ -20,6 +21,7 @@ from weft.tensors.nested import Path
 _KEPT_AS: Mapping[type[Any], Callable[[Any], Any]] = MappingProxyType(
     {list: list, tuple: tuple, Counter: Counter, OrderedDict: OrderedDict, Mapping: dict}
 )
+_ARRAY = "array"  # marks an array of numpy; the tensor of its values is inside
 _MOST_BITS = 10_000  # of a whole number; Python reads 4300 digits
 
 
@@ -30,6 +32,21 @@ def encode(path: str, value: Any, tensors: dict[str, Held]) -> Any:
         TypeError: A leaf is something else, or a tensor of a kind that is not supported; the text names its path.
     """
     return _StateEncoder(tensors).encode(value, (path,))
+
+
+def decode(value: Any, tensors: Callable[[Any], torch.Tensor]) -> Any:
+    """The nested value; `tensors` gives those by name. Arrays have the memory of theirs, which are on the CPU.
+
+    Raises:
+        ValueError, LookupError, TypeError, AttributeError: `encode` has not made it.
+    """
+
+    def array(kind: str, items: Any, inner: Callable[[Any], Any]) -> Any:
+        if kind != _ARRAY:
+            raise ValueError(f"a value marked {kind!r}")
+        return inner(items).numpy()
+
+    return encoding.decode(value, tensors, array)
 
 
 class _StateEncoder(Encoder):
@@ -70,6 +87,12 @@ class _StateEncoder(Encoder):
     def other(self, item: Any, path: Path) -> Any:
         if item is None or isinstance(item, (bool, int, float, str)):
             return item
+        if type(item) in (np.ndarray, np.memmap):  # others, as masked ones, are more than their values
+            try:
+                values = torch.from_numpy(np.require(item, requirements=["C", "W"]))
+            except (TypeError, ValueError) as error:  # torch has no such dtype
+                raise _refusal("/".join(path), f"an array of {item.dtype}", item) from error
+            return {"$": _ARRAY, "items": self.encode(values, path)}
         raise _refusal("/".join(path), f"{type(item).__name__} {item!r:.60}", item)
 
 
@@ -78,10 +101,10 @@ def _refusal(path: str, found: str, value: object = None) -> TypeError:
     if hasattr(value, "load_state_dict"):
         instead = f'weft.checkpointable({{..., "{path.replace("/", "_")}": it}}, ctx)  # a name of its own'
     if isinstance(value, np.ndarray):
-        instead = "torch.from_numpy(array)  # and array[...] = tensor.numpy() when it is loaded"
+        instead = "array.tolist()"
     return type_error(
         f"save: {path} cannot be saved",
         found=found,
-        expected="tensors, numbers, strings, None, and lists, tuples and dicts of them",
+        expected="tensors, arrays of numbers, numbers, strings, None, and lists, tuples and dicts of them",
         fix=instead,
     )

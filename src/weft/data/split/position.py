@@ -113,6 +113,7 @@ class Cursor:
         rows: How many rows it has, if only its reading could tell.
         weighed: Its `share` was asked for, or windows have one.
         has_windows: `accumulate_grads` made a loader of windows, which was not iterated yet.
+        has_schedule: How many steps a window has depends on its number.
         keyed: What draws by sample is told the samples of each batch.
         told: Whether the user was told that its epochs continue those of another loader; None: they do not.
     """
@@ -130,6 +131,7 @@ class Cursor:
     rows: int | None = 0
     weighed: bool = False
     has_windows: bool = False
+    has_schedule: bool = False
     keyed: KeyedBatches | None = None
     told: bool | None = None
 

@@ -316,8 +316,16 @@ class ShardedLoader(Extension[T]):
         generators and counters of the sampler were at the beginning of the epoch.
 
         Raises:
-            ContractError: The loader is read twice at once, or a loop over it was interrupted and another one runs.
+            ContractError: The loader is read twice at once, or a loop over it was interrupted and another one runs; or
+                it has windows by a schedule, whose number belongs to the position.
         """
+        if self.weft_cursor.has_schedule:
+            raise ContractError(
+                "state_dict: this loader does not know how many windows were read",
+                found="a loader that accumulate_grads was given, with a function as steps",
+                expected="the position of the windows, which the function depends on",
+                fix='weft.checkpointable({"loader": windows}, ctx)  # that accumulate_grads returned',
+            )
         return self.weft_position(0)
 
     def weft_position(self, back: int) -> dict[str, Any]:

@@ -27,6 +27,7 @@ def windowed(loader: Any, splitter: WindowSplitter[Any]) -> Any:
         return (_StatefulWindows if stateful else Windows)(loader, splitter)
     if isinstance(loader, ShardedLoader):
         loader.weft_cursor.has_windows = True
+        loader.weft_cursor.has_schedule = callable(splitter.steps)
         return extended_copy(loader, _ShardedWindowLoader, weft_splitter=splitter)
     return extended_copy(loader, _StatefulWindowLoader if stateful else _WindowLoader, weft_splitter=splitter)
 

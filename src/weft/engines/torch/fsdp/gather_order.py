@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -183,14 +183,22 @@ class GatherOrder:
             _all_gather(everyone, mine, group=self._group)
             steps = everyone.tolist()
         if any(one != step for one in steps):
-            self._raise_different(steps)
+            found = listed(f"rank {rank} {self._words(step)}" for rank, step in enumerate(steps))
+            raise self._different(
+                found, evaluates={step % _NUM_KINDS == _EVALUATION for step in steps} == {True, False}
+            )
 
     def _meet(self, step: int) -> list[int]:
         try:
             return self._peers.meet(self._words(step), step, kind="order of units")
         except PeerError as error:
-            self._peers.report(error)  # to those that wait in a gather of another unit
-            raise
+            waits = error.text.partition(", but ")[2]  # in a gather of another unit
+            if not waits:
+                self._peers.report(error)
+                raise
+            evaluates = any(known % _NUM_KINDS == _EVALUATION for known in self._known)
+            found = f"this rank {self._words(step)}, while rank {error.rank} {waits}"
+            raise self._different(found, evaluates=evaluates) from None
 
     def _words(self, step: int) -> str:
         if step == _END:
@@ -198,18 +206,19 @@ class GatherOrder:
         unit, kind = divmod(step, _NUM_KINDS)
         return _KINDS[kind].format(repr(self.names[unit]) if self.names[unit] else "the outermost unit")
 
-    def _raise_different(self, steps: Sequence[int]) -> NoReturn:
+    def _different(self, found: str, *, evaluates: bool) -> NotSynchronized:
+        """The error, which others that wait are told of."""
         error = NotSynchronized(
             f"{self._what}: the ranks gather different units at the same time",
-            found=listed(f"rank {rank} {self._words(step)}" for rank, step in enumerate(steps)),
+            found=found,
             expected="the same units in the same order on all ranks, in every forward and backward pass",
-            fix="evaluate on all ranks, or on one with weft.full_params(model, ctx, forward=True)"
-            if {step % _NUM_KINDS == _EVALUATION for step in steps} == {True, False}
+            fix="evaluate on all ranks, equally often, or with weft.full_params(model, ctx, forward=True)"
+            if evaluates
             else "call every unit on every rank (multiply what is not needed by zero), or "
             "weft.replicate(model, ctx, unused='zero')",
         )
         self._peers.report(error)
-        raise error
+        return error
 
 
 def watch_order(
