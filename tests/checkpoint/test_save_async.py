@@ -321,7 +321,7 @@ def test_a_failure_of_one_rank_is_named_on_all_and_the_job_can_go_on(tmp_path):
                 assert ctx.rank == failing or caught.value.rank == failing
                 texts.append(sorted(p.name for p in folder.iterdir() if ctx.is_main))
         differs = weft.checkpointable({"box": Box(ctx.rank)}, ctx)[0]
-        with pytest.raises((CheckpointError, PeerError), match=r"differs between the ranks(.|\n)*box on rank 1"):
+        with pytest.raises((CheckpointError, PeerError), match=r"differs between the ranks(.|\n)*box/value on rank 1"):
             weft.save_async(differs, folder, 1, ctx).wait()
         weft.save_async(state, folder, 1, ctx).wait()
         return texts

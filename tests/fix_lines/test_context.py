@@ -468,7 +468,7 @@ def test_ranks_that_disagree(tmp_path):
     run_ranks(_settings_drift, 2, [0.2, 0.2])
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_gradients_drift, 2, "ctx.rank")
-    it = printed("peers/ledger.py", "compare(f'{self._name}: {what}'", str(caught.value.errors[1]))
+    it = printed("engines/torch/steps/watch.py", "weights before", str(caught.value.errors[1]))
     run_ranks(_gradients_drift, 2, it.fix.partition(" where a loss decides")[0])
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_save, 2, tmp_path, [0])

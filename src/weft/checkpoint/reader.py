@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.autograd.graph import increment_version
 
-from weft.checkpoint.format.manifest import Manifest
+from weft.checkpoint.format.manifest import Manifest, check_place
 from weft.checkpoint.format.safetensors_read import TensorFiles
 from weft.checkpoint.format.transfer import Stored, Transfer, equal_bits, is_faithful, read_blocks, read_in_parts
 from weft.checkpoint.storage.directory import Directory
@@ -91,11 +91,12 @@ class Reader:
         """Compare this rank's share of the files with their hashes.
 
         Raises:
-            Damage: A file differs.
+            Damage: A file differs, or the folder is another checkpoint's.
             OSError: It cannot be read.
         """
         share = list(self.manifest.files)[self._ctx.rank :: self._ctx.world_size]
         check_files(Directory(self.folder.parent), self.folder.name, self.manifest, share)
+        check_place(self.folder, self.manifest)
 
     def lost_values(self, held: Held, name: str, *others: str) -> Iterator[str]:
         """What would be lost if a tensor took values that are stored under one name, or several if it is tied.

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from weft.checkpoint.format.hashes import new_hash
-from weft.checkpoint.format.manifest import Damage, Manifest, step_of
+from weft.checkpoint.format.manifest import Damage, Manifest, read_manifest, step_of
 from weft.checkpoint.history import history_of
 from weft.checkpoint.reader import Reader
 from weft.checkpoint.state.apply import RestorePlan, check_values, load_objects, put_weights, request
 from weft.checkpoint.state.collect import Checkpoint, check_state, with_user_hooks
 from weft.checkpoint.storage.copies import Copies, raise_damage_on_all, share_copies
 from weft.checkpoint.storage.directory import Directory
-from weft.checkpoint.storage.find import checked_manifest, checkpoint_names, locate, path_or_url, storage_of
+from weft.checkpoint.storage.find import check_files, checkpoint_names, locate, path_or_url, storage_of
 from weft.checkpoint.storage.protocol import Storage
 from weft.collectives.on_all_ranks import from_main, on_all
 from weft.context import DistContext
@@ -191,7 +191,8 @@ def _planned(state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool)
 
 
 def _inspected(folder: Path) -> Manifest:
-    manifest = checked_manifest(Directory(folder.parent), folder.name, content=False)
+    manifest = read_manifest(folder)
+    check_files(Directory(folder.parent), folder.name, manifest, manifest.files, content=False)
     for kind in {entry.hash for entry in manifest.files.values()}:
         new_hash(kind)  # before anything is read: is it installed?
     return manifest

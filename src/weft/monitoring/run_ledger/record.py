@@ -29,6 +29,7 @@ from weft.collectives import gather_objects
 from weft.collectives.primitives import name_lost_peer, wait_for_collective
 from weft.context import DistContext
 from weft.contract import offered, part_axes
+from weft.engines.torch.reducing.strategy import Strategy
 from weft.engines.torch.steps.skip import SkippingStep
 from weft.errors import NotSynchronized, listed
 from weft.monitoring.log_start import program_facts
@@ -66,7 +67,8 @@ def ledger(
     Each step is written in the next call, or by `close`: use it in a `with` statement. A resumed run adds to the file,
     and steps that are computed again count as they were recorded last.
 
-    Replicas that should be equal are compared each time. Their difference is reported by the next call, on all ranks.
+    Replicas that should be equal are compared each time. Their difference is reported by the next call, on all ranks;
+    strategies, which compare them now and then, leave that to the ledger.
 
     Changes: the file. A loader of `shard_data` remembers the numbers of the samples that it gave until the next call.
     Collectives: none here; each call makes one all-reduce of a few numbers, and waits for that of the call before it.
@@ -124,6 +126,9 @@ class Ledger:
         self._optimizers = {name: each for name, each in objects.items() if isinstance(each, torch.optim.Optimizer)}
         self._generators = [each for each in objects.values() if is_generator(each)]
         self._parameters, self._samples = ParameterSums(self._modules, ctx), SampleSums(objects, ctx.device)
+        parts = [part for module in self._modules.values() for part in module.modules()]
+        self._strategies = [strategy for part in parts for strategy in offered(part, Strategy)]
+        self._compare_weights_by_strategies(allowed=False)  # they would raise before `drift` is looked at
         self._writes = ctx.is_main and (ctx.replicas is None or ctx.replicas.place == 0)
         self._pending: Callable[[], None] | None = None  # writes the last step when its numbers are there
         self._has_started = False
@@ -290,7 +295,12 @@ class Ledger:
             PeerError: Another rank failed.
         """
         self._samples.close()
+        self._compare_weights_by_strategies(allowed=True)
         self._finish()
+
+    def _compare_weights_by_strategies(self, *, allowed: bool) -> None:
+        for strategy in self._strategies:
+            strategy.compares_weights = allowed
 
     def _finish(self) -> None:
         """Write the step before; see `_send`."""

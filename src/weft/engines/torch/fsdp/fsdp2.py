@@ -87,7 +87,9 @@ class ShardedModule(Strategy):
     def same_weights(self) -> tuple[Ledger, Iterable[nn.Parameter]] | None:
         """The shards, and the ranks that hold the same ones."""
         others = self._peers.copies
-        return None if others is None or not self._units.are_copied else (others, self._trained.named().values())
+        if others is None or not (self.compares_weights and self._units.are_copied):
+            return None
+        return others, self._trained.named().values()
 
     # -- what others may ask ---------------------------------------------------------------------
 

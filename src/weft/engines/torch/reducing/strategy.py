@@ -28,10 +28,11 @@ class Strategy:
         enabled: Whether the next backward pass communicates.
         mean_over: Number of ranks the gradients are averaged over.
         finds_unused: Whether parameters may be without gradient, which then counts as zero.
+        compares_weights: Whether weights are compared with those of other ranks now and then.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: StrategyOptions, peers: Ledger) -> None:
-        self.enabled = True
+        self.enabled = self.compares_weights = True
         self.mean_over = dist.get_world_size(group)
         self._what = options.strategy
         self._class_name = type(module).__name__
@@ -115,7 +116,8 @@ class Strategy:
 
     def same_weights(self) -> tuple[Ledger, Iterable[nn.Parameter]] | None:
         """Parameters that this rank steps on as other ranks do, and those ranks."""
-        return None if self._trained is None else (self._peers, self._trained.same_on_all().values())
+        compares = self.compares_weights and self._trained is not None
+        return (self._peers, self._trained.same_on_all().values()) if compares else None
 
     def _note_reduction(self) -> None:
         self._due = False
