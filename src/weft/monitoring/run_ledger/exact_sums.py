@@ -1,7 +1,7 @@
 """Sums of the bits of tensors, with a weight for each place: exact, and the same however a tensor is cut into blocks.
 
 [Note: exact sums] A tensor is a matrix: its last dimension is the columns, of one with more than three all but the
-first. Each row is read as words of 64 bits, which holds two elements of float32; what lies outside of a block is zero.
+first; a vector is one row. Each row is read as words of 64 bits, which holds two elements of float32; what lies outside of a block is zero.
 The sum of a row of words is multiplied by a number for that row, the sum of a column by one for that column, and all
 are added up modulo 2**64. The numbers are odd, hashed from the name of the tensor and the place in the whole tensor. So
 any bit that differs changes the sum, as do two elements that change places in a row or a column, and the sums over
@@ -43,7 +43,7 @@ class Words:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, block: Block) -> None:
         more = (1,) * (2 - len(shape))
-        shape, sizes, offsets = shape + more, block.shape + more, block.offsets + (0,) * len(more)
+        shape, sizes, offsets = more + shape, more + block.shape, (0,) * len(more) + block.offsets
         lead = 1 if len(shape) > 3 else len(shape) - 1
         per_word, step = _WORD // dtype.itemsize, math.prod(shape[lead + 1 :])
         start, length = offsets[lead] * step, sizes[lead] * step
