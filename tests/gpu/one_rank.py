@@ -18,6 +18,8 @@ DEVICE = torch.device(sys.argv[1] if __name__ == "__main__" else "cpu")
 class Alone:
     """The other ranks of a strategy, of which there are none."""
 
+    copies = None
+
     def __init__(self):
         self._numbers, self._counts, self.pretended = itertools.count(1), {}, False
 
@@ -28,6 +30,12 @@ class Alone:
         pass
 
     compare = agree
+
+    def finish(self):
+        pass
+
+    def differing(self, what, numbers):
+        return []
 
     def report(self, error):
         pass

@@ -13,7 +13,7 @@ from weft import torch_internals
 from weft.tensors.blocks import memory_of
 
 _COLUMNS = 1024
-_SMALL = 2**16  # bytes
+_SMALL = 2**12  # bytes
 _PART = 2**22  # elements that are widened at a time
 _MIX = 0x1E3779B97F4A7C15  # an odd number with bits all over it
 

@@ -1,12 +1,12 @@
 """Sums of the bits of tensors, with a weight for each place: exact, and the same however a tensor is cut into blocks.
 
 [Note: exact sums] A tensor is a matrix: its last dimension is the columns, of one with more than three all but the
-first; a vector is one row. Each row is read as words of 64 bits, which holds two elements of float32; what lies outside of a block is zero.
-The sum of a row of words is multiplied by a number for that row, the sum of a column by one for that column, and all
-are added up modulo 2**64. The numbers are odd, hashed from the name of the tensor and the place in the whole tensor. So
-any bit that differs changes the sum, as do two elements that change places in a row or a column, and the sums over
-blocks add up to the sum over the whole. Nothing is rounded, so the order does not count. If several words differ in
-nothing but their highest bits, that may cancel out.
+first; a vector is one row. Each row is read as words of 64 bits, which holds two elements of float32; what lies outside
+of a block is zero. The sum of a row of words is multiplied by a number for that row, the sum of a column by one for
+that column, and all are added up modulo 2**64. The numbers are odd, hashed from the name of the tensor and the place in
+the whole tensor. So any bit that differs changes the sum, as do two elements that change places in a row or a column,
+and the sums over blocks add up to the sum over the whole. Nothing is rounded, so the order does not count. If several
+words differ in nothing but their highest bits, that may cancel out.
 """
 
 from __future__ import annotations

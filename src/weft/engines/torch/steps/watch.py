@@ -231,11 +231,13 @@ class Steps:
         if number == 1:
             self._peers.agree(what, facts, fix=_SAME_SETTINGS)
             return
-        if (same := owner.same_weights()) is not None:
-            peers, weights = same
-            total = sum(checksums(part for p in weights if can_be_read(part := local(p.detach()))))
-            peers.compare(f"weights before {what}", {"a sum of their bits": total}, fix=_SAME_WEIGHTS)
-        self._peers.compare(what, facts, fix=_SAME_SETTINGS)  # right after: what was noted last waits for a next call
+        self._peers.compare(what, facts, fix=_SAME_SETTINGS)
+        peers, weights = owner.same_weights() or (self._peers, ())
+        parts = [part for p in weights if can_be_read(part := local(p.detach()))]
+        if parts and all(part.device.type == "cpu" for part in parts):  # on others a step would wait for the sum
+            facts = {"a sum of their bits": sum(checksums(parts))}
+            peers.compare(f"weights before {what}", facts, fix=_SAME_WEIGHTS)
+            peers.finish()  # what was noted last would be looked at in the next comparison
 
     def _mean(self, loss: Any, optimizer: torch.optim.Optimizer) -> Any:
         if self._group is None or not isinstance(loss, (float, torch.Tensor)):
