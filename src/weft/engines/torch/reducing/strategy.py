@@ -116,8 +116,9 @@ class Strategy:
 
     def same_weights(self) -> tuple[Ledger, Iterable[nn.Parameter]] | None:
         """Parameters that this rank steps on as other ranks do, and those ranks."""
-        compares = self.compares_weights and self._trained is not None
-        return (self._peers, self._trained.same_on_all().values()) if compares else None
+        if self._trained is None or not self.compares_weights:
+            return None
+        return self._peers, self._trained.same_on_all().values()
 
     def _note_reduction(self) -> None:
         self._due = False
