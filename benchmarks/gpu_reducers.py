@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.engines.options import ReduceOptions, ShardOptions
+from weft.sharding import step_in_parts
 
 __all__ = ["measure_reducers"]
 
@@ -78,7 +79,7 @@ def zero1(model: Transformer, options: Options, ctx: weft.DistContext) -> Made:
     mesh = dist.init_device_mesh(ctx.device.type, (1,), mesh_dim_names=("data",))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **options)
     ctx.engine.reduce_gradients(model, dist.group.WORLD, ReduceOptions(strategy="zero_partition"), Alone())
-    ctx.engine.partition_step(optimizer, mesh)
+    step_in_parts(optimizer, ctx, "all", mesh)
     return model, optimizer
 
 
