@@ -221,7 +221,7 @@ class Steps:
         return replace_closure(args, kwargs, lambda closure: lambda: self._mean(closure(), optimizer))
 
     def _compare(self, optimizer: torch.optim.Optimizer, owner: StepOwner) -> None:
-        """Compare weights with those of the other ranks, and settings, of which a different one lets weights drift."""
+        """Compare settings with those of the other ranks, of which a different one lets weights drift; and weights."""
         seen = self._seen.setdefault(optimizer, _WatchedOptimizer())  # a wrapper may have the hooks of an optimizer
         seen.steps = number = seen.steps + 1
         if number > _OFTEN and number % (_OFTEN if number <= _RARELY else _RARELY):
