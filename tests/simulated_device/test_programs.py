@@ -90,6 +90,27 @@ def test_optimizers_step_as_on_the_cpu(strategy, kind, options):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
 
 
+def _drifting(ctx, strategy):
+    if strategy == "hybrid":
+        model, ctx = weft.fully_shard(_model(), ctx, axis=("replica", "shard"))
+    else:
+        model, ctx = weft.replicate(_model(), ctx, flat=strategy == "flat")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        model(torch.ones(2, 6, device=ctx.device)).sum().backward()
+        if step == 3 and ctx.rank == 1:
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["replicate", *variants("flat", "hybrid")])
+def test_replicas_that_drift_are_seen_one_step_later(strategy):
+    mesh = {"replica": 2, "shard": 2} if strategy == "hybrid" else {"data": 2}
+    with pytest.raises(RanksFailed, match=r"(?s)weights before step 5 of SGD: .* a sum of their bits: "):
+        on_ranks(_drifting, 4 if strategy == "hybrid" else 2, strategy, mesh=mesh)
+
+
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 

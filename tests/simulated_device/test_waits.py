@@ -17,7 +17,7 @@ from tests.simulated_device.ranks import needs_compiler, on_ranks
 from tests.variants import variants
 
 pytestmark = [needs_compiler, pytest.mark.timeout(400)]
-_STEPS, _WARM_UP = 4, 8  # no probe runs in calls 9 to 12
+_STEPS, _WARM_UP = 4, 16  # no probe runs in calls 17 to 20, and no weights are compared
 
 
 class _Block(nn.Module):

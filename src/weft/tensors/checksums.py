@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,10 +31,39 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
 
     They are made on the device of a tensor, in the time of one look at it, and waited for once.
     """
+    return begin_checksums(tensors)()
+
+
+def begin_checksums(tensors: Iterable[torch.Tensor]) -> Callable[[], list[int]]:
+    """Begin to make `checksums`; the result returns them, and waits for the device if it is not as far yet."""
     found = [_checksum(tensor) for tensor in tensors]
     elsewhere = [number for number in found if isinstance(number, torch.Tensor)]
-    told = iter(torch.stack([one.to(elsewhere[0].device) for one in elsewhere]).tolist() if elsewhere else ())
-    return [next(told) if isinstance(number, torch.Tensor) else number for number in found]
+    if not elsewhere:
+        return lambda: cast("list[int]", found)
+    wait = begin_reading(torch.stack([one.to(elsewhere[0].device) for one in elsewhere]))
+
+    def read() -> list[int]:
+        told = iter(wait())
+        return [next(told) if isinstance(number, torch.Tensor) else number for number in found]
+
+    return read
+
+
+def begin_reading(numbers: torch.Tensor) -> Callable[[], list[Any]]:
+    """Begin to copy numbers to the host; the result returns them, and waits for the device if it is not as far yet."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or numbers.device.type != accelerator.type:
+        return numbers.tolist
+    there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
+    event = torch.Event(device=numbers.device)
+    event.record()
+
+    def read() -> list[Any]:
+        event.synchronize()
+        found: list[Any] = there.tolist()
+        return found
+
+    return read
 
 
 @torch.no_grad()

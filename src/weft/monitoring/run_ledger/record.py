@@ -38,6 +38,7 @@ from weft.monitoring.run_ledger.parameter_sums import ParameterSums
 from weft.monitoring.run_ledger.samples import SampleSums
 from weft.monitoring.values import numbers_of
 from weft.precision.policies import PrecisionOffer
+from weft.tensors.checksums import begin_reading
 from weft.tensors.dtensor import local
 from weft.tensors.rng_state import RngState, generator_state, is_generator
 
@@ -227,20 +228,16 @@ class Ledger:
 
     def _add_up(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
         """Begin to add numbers up over all ranks; the result waits for them."""
-        world, work, event = self._ctx.world, None, None
+        world, work = self._ctx.world, None
         if world.group is not None:
             work = dist.all_reduce(numbers, group=world.group, async_op=True)
-        if numbers.device.type != "cpu":  # a copy follows on the device, and is there long before it is looked at
+        if numbers.device.type != "cpu":  # the host goes on, and the copy is there long before it is looked at
             wait_for_collective(work, world)
-            work, event = None, torch.Event(device=numbers.device)
-            numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
-            event.record()
+            return begin_reading(numbers)
 
         def wait() -> list[float]:
             with name_lost_peer("ledger", world):
                 wait_for_collective(work, world, on_cpu=True)
-            if event is not None:
-                event.synchronize()
             found: list[float] = numbers.tolist()
             return found
 

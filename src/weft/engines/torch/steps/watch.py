@@ -24,12 +24,13 @@ from weft.engines.torch.parts.refuse_pickle import refuse_optimizer_file
 from weft.engines.torch.steps.swapped import StepsOnOthers, replace_closure, step_hooks
 from weft.errors import ContractError, NotSynchronized, listed
 from weft.peers.ledger import Ledger
-from weft.tensors.checksums import can_be_read, checksums
+from weft.tensors.checksums import begin_checksums, can_be_read, checksums
 from weft.tensors.dtensor import is_sharded, local
 from weft.version import TESTED_TORCH
 
 # Settings and weights are compared at each of the first 16 steps, at every 16th of the first 128, and at every 128th
-# after that: a comparison costs about a tenth of a small step.
+# after that: a comparison costs about a tenth of a small step. Weights on a device are added up in one comparison, and
+# the sums are compared in the next.
 _OFTEN = 16
 _RARELY = 128
 _SAME_SETTINGS = (
@@ -234,10 +235,23 @@ class Steps:
         self._peers.compare(what, facts, fix=_SAME_SETTINGS)
         peers, weights = owner.same_weights() or (self._peers, ())
         parts = [part for p in weights if can_be_read(part := local(p.detach()))]
-        if parts and all(part.device.type == "cpu" for part in parts):  # on others a step would wait for the sum
-            facts = {"a sum of their bits": sum(checksums(parts))}
-            peers.compare(f"weights before {what}", facts, fix=_SAME_WEIGHTS)
+        if any(part.is_cuda for part in parts) and torch.cuda.is_current_stream_capturing():
+            return  # nothing is waited for while a graph of the step is captured
+        begun, seen.begun = seen.begun, None
+        if begun is not None:
+            begun()
+        if not parts:
+            return
+        read = begin_checksums(parts)
+
+        def compare_weights() -> None:
+            peers.compare(f"weights before {what}", {"a sum of their bits": sum(read())}, fix=_SAME_WEIGHTS)
             peers.finish()  # what was noted last would be looked at in the next comparison
+
+        if all(part.device.type == "cpu" for part in parts):
+            compare_weights()
+        else:  # this step would wait for the device
+            seen.begun = compare_weights
 
     def _mean(self, loss: Any, optimizer: torch.optim.Optimizer) -> Any:
         if self._group is None or not isinstance(loss, (float, torch.Tensor)):
@@ -255,10 +269,11 @@ class Steps:
 
 @dataclass
 class _WatchedOptimizer:
-    """What is kept of one optimizer: the hooks on it, and how many steps it has made."""
+    """What is kept of one optimizer: the hooks on it, how many steps it has made, and a comparison that has begun."""
 
     handles: tuple[RemovableHandle, ...] = ()
     steps: int = 0
+    begun: Callable[[], None] | None = None
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:
