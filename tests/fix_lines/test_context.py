@@ -443,7 +443,7 @@ def _gradients_drift(ctx, limit):
         loss = model(torch.ones(1, 2)).sum() + ctx.rank
         loss.backward()
         if eval(limit, {"weft": weft, "loss": loss, "ctx": ctx}) > 0.5:
-            optimizer.zero_grad()
+            model.weight.grad.mul_(0.5)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -473,7 +473,7 @@ def test_ranks_that_disagree(tmp_path):
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_save, 2, tmp_path, [0])
     it = printed("peers/straggler_watch.py", "did not call it", str(caught.value.errors[0]))
-    assert it.fix == "call save on all ranks: no `if ctx.is_main:` around it"
+    assert it.fix.startswith("call save on all ranks: no `if ctx.is_main:` around it, ")
     run_ranks(_save, 2, tmp_path, [0, 1])
 
 

@@ -483,11 +483,15 @@ def _changed_on_one_rank(ctx, strategy, what, when):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     if strategy == "hybrid":
         model, ctx = weft.fully_shard(model, ctx, axis=("replica", "shard"))
-    else:
+    elif strategy == "fully_shard":
+        model, ctx = weft.fully_shard(model, ctx)
+    elif not strategy.startswith("zero"):
         if strategy == "tensor":
             model, ctx = weft.tensor_parallel(model, ctx, plan={"0": "column", "2": "row"})
         model, ctx = weft.replicate(model, ctx, flat=strategy == "flat")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if strategy.startswith("zero"):
+        model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=int(strategy[-1]))
     for step in range(when + 20):
         model(batch(step, 0, ctx.data_rank)).square().sum().backward()
         if ctx.coordinates.get("replica", ctx.rank) == 1 and step == when:
@@ -498,19 +502,59 @@ def _changed_on_one_rank(ctx, strategy, what, when):
 
 @pytest.mark.parametrize(
     ("strategy", "what", "when"),
-    [*(("replicate", what, 2) for what in ON_ONE_RANK), ("flat", "cleared", 1), ("replicate", "cleared", 100)],
-)
+    [*(("replicate", what, 2) for what in ("clipped", "scaled", "weights written", "state written")),
+     ("flat", "scaled", 1), ("replicate", "scaled", 100)],
+)  # fmt: skip
 def test_weights_that_drift_apart_on_one_rank_are_seen(strategy, what, when):
     with pytest.raises(RanksFailed, match="replicate: weights before step .* of AdamW: the ranks do not agree"):
         run_ranks(_changed_on_one_rank, 2, strategy, what, when)
 
 
-@pytest.mark.parametrize(("strategy", "name", "axis"), [
-    ("hybrid", "fully_shard", "shard"), ("tensor", "replicate", "tensor"),
-])  # fmt: skip
-def test_weights_that_drift_apart_between_replicas_are_seen(strategy, name, axis):
-    with pytest.raises(RanksFailed, match=f"{name}: weights before step 3 of AdamW: the ranks do not agree"):
-        run_ranks(_changed_on_one_rank, 4, strategy, "scaled", 1, mesh={"replica": 2, axis: 2})
+@pytest.mark.parametrize(
+    ("strategy", "what", "when"),
+    [
+        ("replicate", "cleared", 2),
+        ("fully_shard", "cleared", 100),
+        ("zero1", "without one gradient", 100),
+        *variant_cases(
+            ("replicate", "without one gradient", 1),
+            ("flat", "cleared", 100),
+            ("fully_shard", "without one gradient", 1),
+            ("zero1", "cleared", 100),
+            ("zero2", "cleared", 1),
+            ("zero3", "cleared", 100),
+        ),
+    ],
+)
+def test_gradients_that_are_missing_on_one_rank_are_named_in_the_same_step(strategy, what, when):
+    left = 3 if what == "without one gradient" else 0
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(_changed_on_one_rank, 2, strategy, what, when)
+    error = caught.value.errors[1]
+    assert f"step {when + 1} of AdamW, with {left} gradients, 4 before: rank 0 of 2 did not call it" in str(error)
+    assert error.fix.endswith("and no choice by one rank's loss before")
+
+
+def _thinning(ctx, strategy):
+    """Other parameters have gradients in each step, on all ranks alike."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    if strategy == "fully_shard":
+        model, ctx = weft.fully_shard(model, ctx)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if strategy == "zero1":
+        model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=1)
+    for step in range(40):
+        model(batch(step, 0, ctx.rank)).square().sum().backward()
+        for at, p in enumerate(model.parameters()):
+            if step % (at + 2) == 0:
+                p.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", *variants("fully_shard")])
+def test_other_gradients_in_each_step_are_no_error_where_all_ranks_have_the_same(strategy):
+    run_ranks(_thinning, 2, strategy)
 
 
 def _plateau(ctx):

@@ -370,6 +370,16 @@ def eval_mode_on_one_rank(ctx):
             model.eval()
 
 
+def spike_dropped_by_one_rank(ctx):
+    model, optimizer, loader, ctx = _begin(ctx)
+    for number, (x, y) in enumerate(loader):
+        mse_loss(model(x), y).backward()
+        if number == 2 and ctx.is_main:  # its own loss is too high
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def saved_on_one_rank(ctx):
     model, _, _, ctx = _begin(ctx)
     state, ctx = weft.checkpointable({"model": model}, ctx)
@@ -776,6 +786,7 @@ CASES = [
     (gradients_not_cleared, (weft.replicate,), UserWarning, "replicate: a backward pass adds to gradients of"),
     (gradients_not_cleared, (weft.fully_shard,), UserWarning, "fully_shard: a backward pass adds to gradients of"),
     (fp16_without_skipping, (), weft.errors.ContractError, "with_precision: parameters of Sequential were updated by"),
+    (spike_dropped_by_one_rank, (), weft.errors.PeerError, "of SGD, with 0 gradients,"),
     (schedule_by_own_loss, (), weft.errors.ContextError, "of SGD: the ranks do not agree"),
     (window_as_batch, (), TypeError, "a window was unpacked like a batch"),
     (windows_not_used, (), UserWarning, "shard_data: a step in a loop over a loader whose windows nobody uses"),

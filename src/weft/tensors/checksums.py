@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -36,7 +35,8 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 def begin_checksums(tensors: Iterable[torch.Tensor]) -> Callable[[], list[int]]:
     """Begin to make `checksums`; the result returns them, and waits for the device if it is not as far yet."""
-    found = [_checksum(tensor) for tensor in tensors]
+    weights: dict[torch.device, torch.Tensor] = {}
+    found = [_checksum(tensor, weights) for tensor in tensors]
     elsewhere = [number for number in found if isinstance(number, torch.Tensor)]
     if not elsewhere:
         return lambda: cast("list[int]", found)
@@ -67,7 +67,7 @@ def begin_reading(numbers: torch.Tensor) -> Callable[[], list[Any]]:
 
 
 @torch.no_grad()
-def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
+def _checksum(tensor: torch.Tensor, weights: dict[torch.device, torch.Tensor]) -> int | torch.Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if type(flat) is not torch.Tensor:
         flat = flat.clone()  # what functional collectives return is waited for
@@ -86,10 +86,6 @@ def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
         rest = part[rows * _COLUMNS :]
         total[: rest.numel()] += rest
     total[: data.numel() % 8] += data[whole.numel() :]
-    return (total * _weights(flat.device)).sum()
-
-
-@functools.lru_cache(maxsize=8)
-def _weights(device: torch.device) -> torch.Tensor:
-    """An odd number for each column."""
-    return (torch.arange(_COLUMNS, device=device) * 2 + 1) * _MIX
+    if flat.device not in weights:  # an odd number for each column
+        weights[flat.device] = (torch.arange(_COLUMNS, device=flat.device) * 2 + 1) * _MIX
+    return (total * weights[flat.device]).sum()

@@ -227,6 +227,10 @@ class Partition:
     def same_weights(self) -> None:
         """None: DeepSpeed keeps the values that it steps on in parts."""
 
+    def same_gradients(self) -> tuple[()]:
+        """None: gradients are DeepSpeed's."""
+        return ()
+
     # -- the optimizer's state -------------------------------------------------------------------
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:

@@ -91,6 +91,11 @@ class ShardedModule(Strategy):
             return None
         return others, self._trained.named().values()
 
+    @override
+    def same_gradients(self) -> Iterable[nn.Parameter]:
+        """The shards."""
+        return (one.sharded_param for one in self._units.parameters())
+
     # -- what others may ask ---------------------------------------------------------------------
 
     @override

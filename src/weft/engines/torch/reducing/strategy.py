@@ -120,6 +120,10 @@ class Strategy:
             return None
         return self._peers, self._trained.same_on_all().values()
 
+    def same_gradients(self) -> Iterable[nn.Parameter]:
+        """Parameters of which every rank has a gradient, or a part of it, if one has."""
+        return () if self._trained is None else self._trained.same_on_all().values()
+
     def _note_reduction(self) -> None:
         self._due = False
         self._reductions += 1

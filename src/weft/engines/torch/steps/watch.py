@@ -8,7 +8,7 @@ a rank that has not called the module is seen by a hook for all optimizers: the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ _OFTEN = 16
 _RARELY = 128
 _SAME_SETTINGS = (
     "the same learning rate and model.train() on all ranks; scheduler.step(weft.reduce(loss, ctx, 'mean')) where a "
-    "schedule follows a loss"
+    "schedule follows a loss, and that mean where it decides about zero_grad"
 )
 _SAME_WEIGHTS = (
     "weft.reduce(loss.detach(), ctx, 'mean') where a loss decides about zero_grad, clipping or a step; and what writes "
@@ -62,6 +62,10 @@ class StepOwner(Protocol):
 
     def same_weights(self) -> tuple[Ledger, Iterable[nn.Parameter]] | None:
         """Parameters that this rank steps on as other ranks do, and those ranks."""
+        ...
+
+    def same_gradients(self) -> Iterable[nn.Parameter]:
+        """Parameters of which every rank has a gradient, or a part of it, if one has."""
         ...
 
 
@@ -225,10 +229,15 @@ class Steps:
         """Compare settings with those of the other ranks, of which a different one lets weights drift; and weights."""
         seen = self._seen.setdefault(optimizer, _WatchedOptimizer())  # a wrapper may have the hooks of an optimizer
         seen.steps = number = seen.steps + 1
-        if number > _OFTEN and number % (_OFTEN if number <= _RARELY else _RARELY):
-            return
         what = f"step {number} of {type(optimizer).__name__}"
-        facts = {**_settings(optimizer), **owner.settings()}
+        compares = number <= _OFTEN or not number % (_OFTEN if number <= _RARELY else _RARELY)
+        if compares:
+            held = set(map(id, parameters_of(optimizer)))
+            seen.counted = [p for p in owner.same_gradients() if id(p) in held]
+        self._count_gradients(seen, what)
+        if not compares:
+            return
+        facts = {**_settings(optimizer), **owner.settings(), "gradients stepped on so far": seen.gradients}
         if number == 1:
             self._peers.agree(what, facts, fix=_SAME_SETTINGS)
             return
@@ -253,6 +262,15 @@ class Steps:
         else:  # this step would wait for the device
             seen.begun = compare_weights
 
+    def _count_gradients(self, seen: _WatchedOptimizer, what: str) -> None:
+        """Meet the other ranks where some gradients are gone, or others are there: steps may send what has any."""
+        count, before = sum(p.grad is not None for p in seen.counted), seen.count
+        seen.count = count
+        seen.gradients += count
+        if seen.steps > 1 and count != before and seen.changes < _OFTEN:
+            seen.changes += 1
+            self._peers.meet(f"{what}, with {count} gradients, {before} before", None)
+
     def _mean(self, loss: Any, optimizer: torch.optim.Optimizer) -> Any:
         if self._group is None or not isinstance(loss, (float, torch.Tensor)):
             return loss
@@ -269,10 +287,24 @@ class Steps:
 
 @dataclass
 class _WatchedOptimizer:
-    """What is kept of one optimizer: the hooks on it, how many steps it has made, and a comparison that has begun."""
+    """What is kept of one optimizer.
+
+    Attributes:
+        handles: The hooks on it.
+        steps: How many it has made.
+        counted: Parameters whose gradients are counted.
+        count: How many of them there were in the last step.
+        changes: How often that was another number than before.
+        gradients: How many there were in all steps together.
+        begun: A comparison of weights that the device may not be ready for.
+    """
 
     handles: tuple[RemovableHandle, ...] = ()
     steps: int = 0
+    counted: Sequence[nn.Parameter] = ()
+    count: int = 0
+    changes: int = 0
+    gradients: int = 0
     begun: Callable[[], None] | None = None
 
 
