@@ -124,13 +124,13 @@ def weights_changed_on_one_rank(ctx):
     _train(model, optimizer, loader)
 
 
-def spikes_dropped_on_one_rank(ctx):
+def spikes_clipped_on_one_rank(ctx):
     model, optimizer, loader, ctx = _begin(ctx)
     for x, y in loader:
         loss = mse_loss(model(x), y)
         loss.backward()
         if loss.item() > ctx.rank:  # a limit that is reached on some ranks only
-            optimizer.zero_grad()
+            weft.clip_grads(model, ctx, max_norm=0.1)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -370,7 +370,7 @@ def eval_mode_on_one_rank(ctx):
             model.eval()
 
 
-def spike_dropped_by_one_rank(ctx):
+def spikes_dropped_on_one_rank(ctx):
     model, optimizer, loader, ctx = _begin(ctx)
     for number, (x, y) in enumerate(loader):
         mse_loss(model(x), y).backward()
@@ -747,7 +747,7 @@ CASES = [
     (part_without_strategy, (0,), UserWarning, "shard_data: ranks train apart"),
     (part_without_strategy, (1,), UserWarning, "shard_data: ranks train apart"),
     (weights_changed_on_one_rank, (), weft.errors.NotSynchronized, "replicate: weights of Sequential differ"),
-    (spikes_dropped_on_one_rank, (), weft.errors.ContextError, "replicate: weights before step"),
+    (spikes_clipped_on_one_rank, (), weft.errors.ContextError, "replicate: weights before step"),
     (whole_weights_into_shards, (), weft.errors.ContractError, "fully_shard: load_state_dict was given whole tensors"),
     (converted, (nn.Module.double,), weft.errors.ContractError, "replicate: Sequential was moved or converted after"),
     (converted, (_there_and_back,), weft.errors.ContractError, "replicate: Sequential was moved or converted after"),
@@ -786,7 +786,7 @@ CASES = [
     (gradients_not_cleared, (weft.replicate,), UserWarning, "replicate: a backward pass adds to gradients of"),
     (gradients_not_cleared, (weft.fully_shard,), UserWarning, "fully_shard: a backward pass adds to gradients of"),
     (fp16_without_skipping, (), weft.errors.ContractError, "with_precision: parameters of Sequential were updated by"),
-    (spike_dropped_by_one_rank, (), weft.errors.PeerError, "of SGD, with 0 gradients,"),
+    (spikes_dropped_on_one_rank, (), weft.errors.PeerError, "of SGD, with 0 gradients,"),
     (schedule_by_own_loss, (), weft.errors.ContextError, "of SGD: the ranks do not agree"),
     (window_as_batch, (), TypeError, "a window was unpacked like a batch"),
     (windows_not_used, (), UserWarning, "shard_data: a step in a loop over a loader whose windows nobody uses"),
