@@ -172,6 +172,7 @@ def _save_s(folder, kept, tensors):
     return [min(taken[keep]) for keep in kept]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensors", [50, pytest.param(2_000, marks=pytest.mark.variant)])
 def test_keeping_100_costs_at_most_twice_what_keeping_10_does(tmp_path, tensors):
     few, many = _save_s(tmp_path, (10, 100), tensors)

@@ -385,6 +385,7 @@ def test_a_listing_that_shows_nothing_is_not_believed_at_once(tmp_path, monkeypa
         assert read(tmp_path) is not None
 
 
+@pytest.mark.slow
 def test_what_could_not_be_read_again_is_not_written(tmp_path):
     state, ctx = build(1)
     weft.save(state, tmp_path, 1, ctx, keep=1)

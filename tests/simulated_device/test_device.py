@@ -70,6 +70,7 @@ def _counted(ctx):
     return found
 
 
+@pytest.mark.slow
 def test_waits_are_counted():
     (found,) = on_ranks(_counted, 1)
     assert found == {

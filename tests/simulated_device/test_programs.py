@@ -174,6 +174,7 @@ def _restored(ctx, folder, strategy):
     return _whole(ctx, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fully_shard", *variants("replicate", "zero 1", "zero 2", "zero 3")])
 def test_checkpoints_go_on_bitwise_and_also_on_cpus(tmp_path, strategy):
     expected = on_ranks(_saved, 2, str(tmp_path), strategy)

@@ -206,6 +206,7 @@ _WAYS = [{}, {"flat": True, "fuse": True}]
 _WINDOWS = [1, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, *variants(1, 4)])
 def test_float64_parameters_equal_those_of_one_process(n):
     configs = [Config(accumulate=k, **way) for k in _WINDOWS for way in _WAYS]
