@@ -91,7 +91,8 @@ NESTED = {
     "tuple": (1, (2.5, None), [True, "text"]), "ints": {3: "a", 10: {"deep": (1,)}}, "mixed": {"a": 1, 2: 3},
     "nan": math.nan, "inf": -math.inf, "large": 2**80, "empty": [{}, [], ()], "$": "a key", "": 0, "a/b": "slash",
     "tensor": torch.arange(3), "in tuple": (torch.ones(2, dtype=torch.bfloat16),), "counter": Counter({4: 2}),
-    "ordered": OrderedDict(b=1, a=torch.ones(1)),
+    "ordered": OrderedDict(b=1, a=torch.ones(1)), "recent": deque([(1, torch.ones(2)), [None]], maxlen=3),
+    "open": deque(), "seen": {"b", "a", (1, 2), 3}, "no more": frozenset({1.5}), "none": set(),
 }  # fmt: skip
 
 
@@ -104,8 +105,8 @@ def _same(a, b):
         return False
     if isinstance(a, dict):
         return list(a) == list(b) and all(_same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, (list, tuple, deque)):
+        return getattr(a, "maxlen", 0) == getattr(b, "maxlen", 0) and len(a) == len(b) and all(map(_same, a, b))
     return a == b
 
 
@@ -127,8 +128,9 @@ def _leaves(value):
     return [x for item in value.values() for x in (_leaves(item) if isinstance(item, dict) else [item])]
 
 
-@pytest.mark.parametrize("leaf", [{1, 2}, object(), b"bytes", {(1, 2): 3}, torch.ones(1, dtype=torch.complex128),
-                                  torch.ones(2).to_sparse(), torch.ones(1, device="meta")])  # fmt: skip
+@pytest.mark.parametrize("leaf", [{torch.ones(1)}, {b"bytes"}, object(), b"bytes", {(1, 2): 3},
+                                  torch.ones(1, dtype=torch.complex128), torch.ones(2).to_sparse(),
+                                  torch.ones(1, device="meta")])  # fmt: skip
 def test_a_leaf_of_another_type_is_refused_by_name(tmp_path, leaf):
     state, ctx = _local({"box": Box([0, {"here": leaf}])})
     with pytest.raises(TypeError, match=r"box/value/1/here cannot be saved\n  found: .*\n  expected: .*\n  fix: "):

@@ -380,7 +380,8 @@ _WRONG = st.sampled_from([
     None, True, -1, 0, 1, 3, 10**30, 1.5, float("nan"), float("inf"), "", "x", "../../etc/passwd", "load", "int8",
     "model/0.bias", "\ud800", "float64", [], [[]], [1, [2]], {}, {"$": "tensor"}, {"$": "tensor", "name": "no"},
     {"$": "tensor", "name": []}, {"$": "dict", "items": [[[], 1]]}, {"$": "tuple"}, {"$": "dict", "items": 3},
-    {"$": []},
+    {"$": []}, {"$": "deque", "items": [-1, []]}, {"$": "deque", "items": [1]}, {"$": "set", "items": [[1]]},
+    {"$": "set", "items": 1},
 ])  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import json
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +22,8 @@ from weft.tensors.nested import Path
 _KEPT_AS: Mapping[type[Any], Callable[[Any], Any]] = MappingProxyType(
     {list: list, tuple: tuple, Counter: Counter, OrderedDict: OrderedDict, Mapping: dict}
 )
-_ARRAY = "array"  # marks an array of numpy; the tensor of its values is inside
+# What marks an array of numpy, with the tensor of its values inside; a deque, with its limit; and sets.
+_ARRAY, _DEQUE, _SETS = "array", "deque", MappingProxyType({"set": set, "frozenset": frozenset})
 _MOST_BITS = 10_000  # of a whole number; Python reads 4300 digits
 
 
@@ -41,12 +43,17 @@ def decode(value: Any, tensors: Callable[[Any], torch.Tensor]) -> Any:
         ValueError, LookupError, TypeError, AttributeError: `encode` has not made it.
     """
 
-    def array(kind: str, items: Any, inner: Callable[[Any], Any]) -> Any:
-        if kind != _ARRAY:
-            raise ValueError(f"a value marked {kind!r}")
-        return inner(items).numpy()
+    def more(kind: str, items: Any, inner: Callable[[Any], Any]) -> Any:
+        if kind == _ARRAY:
+            return inner(items).numpy()
+        if kind == _DEQUE:
+            limit, values = items
+            return deque(inner(values), limit)
+        if kind in _SETS:
+            return _SETS[kind](inner(items))
+        raise ValueError(f"a value marked {kind!r}")
 
-    return encoding.decode(value, tensors, array)
+    return encoding.decode(value, tensors, more)
 
 
 class _StateEncoder(Encoder):
@@ -93,6 +100,11 @@ class _StateEncoder(Encoder):
             except (TypeError, ValueError) as error:  # torch has no such dtype
                 raise _refusal("/".join(path), f"an array of {item.dtype}", item) from error
             return {"$": _ARRAY, "items": self.encode(values, path)}
+        if type(item) is deque:
+            return {"$": _DEQUE, "items": [item.maxlen, self.encode(list(item), path)]}
+        if type(item) in _SETS.values() and not any(isinstance(one, torch.Tensor) for one in item):
+            # Text comes out of a set in another order in each process.
+            return {"$": type(item).__name__, "items": sorted((self.encode(one, path) for one in item), key=json.dumps)}
         raise _refusal("/".join(path), f"{type(item).__name__} {item!r:.60}", item)
 
 
@@ -105,6 +117,6 @@ def _refusal(path: str, found: str, value: object = None) -> TypeError:
     return type_error(
         f"save: {path} cannot be saved",
         found=found,
-        expected="tensors, arrays of numbers, numbers, strings, None, and lists, tuples and dicts of them",
+        expected="tensors, arrays of numbers, numbers, strings, None; lists, tuples, dicts, sets and deques of them",
         fix=instead,
     )
