@@ -6,7 +6,7 @@ from torch import nn
 
 import weft
 from tests.lm import LM, PLAN, difference, loss_of, model, optimizer_of, samples, whole
-from weft.testing import run_ranks
+from weft.testing import RanksFailed, run_ranks
 
 MESH = {"data": 2, "tensor": 2}
 STRATEGIES = [
@@ -75,6 +75,16 @@ def test_parameters_and_gradients_are_whole_and_everything_is_taken_back(strateg
         assert difference(parameters, found[0]) < 1e-12
         assert difference(gradients, found[1]) < 1e-12
         assert difference(end, found[2]) < 1e-12
+
+
+def stacked(ctx):
+    module, _, _ = prepared(ctx, "fully_shard", sequence=True)
+    return torch.stack([p.detach().square().sum() for p in module.parameters()])
+
+
+def test_numbers_of_parameters_over_other_meshes_are_refused_where_they_meet():
+    with pytest.raises(RanksFailed, match=r"all DTensors over one mesh\n  found: .*aten.stack(.|\n)*full_tensor\(\)"):
+        run_ranks(stacked, 4, mesh=MESH)
 
 
 def averaged(ctx, strategy, sequence):

@@ -47,13 +47,14 @@ def mixed_kinds_error(error: BaseException, *, in_forward: bool = False) -> Cont
     """What to raise for an error of torch's; None if it is about something else.
 
     Args:
-        error: Of torch: plain tensors and DTensors, or DTensors over several meshes where gradients are clipped.
+        error: Of torch: plain tensors and DTensors, or DTensors over several meshes.
         in_forward: Whether a module's forward raised it.
     """
-    if not isinstance(error, RuntimeError) or not any(word in str(error) for word in ("DTensor", "DeviceMesh")):
+    text = str(error)
+    if not isinstance(error, (RuntimeError, ValueError)) or not any(word in text for word in ("DTensor", "DeviceMesh")):
         return None
     frames = traceback.walk_tb(error.__traceback__)
-    if "got mixed torch.Tensor and DTensor" not in str(error) and not any(
+    if not any(said in text for said in ("got mixed torch.Tensor and DTensor", "must have the same mesh")) and not any(
         frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad" for frame, _ in frames
     ):
         return None
