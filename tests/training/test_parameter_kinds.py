@@ -1,4 +1,4 @@
-"""Unusual parameters under every strategy: complex ones, ones without elements, and one row for several ranks."""
+"""Unusual parameters under every strategy: complex ones, without elements or dimensions, one row for several ranks."""
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from weft.testing import largest_difference, run_ranks
 
 STRATEGIES = ("replicate", "unused", "flat", "fuse_step", "fully_shard", "zero1", "zero2", "zero3")
 CLIPS = ("off", "norm", "value")
+NUMBER = (*CLIPS, "torch", "one by one")
 
 
 class Complex(nn.Module):
@@ -51,7 +52,20 @@ class OneRow(nn.Module):
         return self.linear(x)
 
 
-MODELS = {"complex": Complex, "empty": Empty, "one row": OneRow}
+class Temperature(nn.Module):
+    """A number without dimensions, which is not cut, beside layers that are."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.linear = nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x):
+        return self.linear(x) * self.scale.exp()
+
+
+MODELS = {"complex": Complex, "empty": Empty, "one row": OneRow, "number": Temperature}
 
 
 def _net(name):
@@ -104,6 +118,8 @@ def _on_ranks(ctx, name, strategy, clip):
         "off": lambda model: None,
         "norm": lambda model: weft.clip_grads(model, after, max_norm=0.1),
         "value": lambda model: weft.clip_grads(model, after, max_value=0.05) and None,
+        "torch": lambda model: full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)),
+        "one by one": lambda model: full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)),
     }
     return _train(model, optimizer, _x(ctx), clips[clip])
 
@@ -119,6 +135,28 @@ def test_unusual_parameters_are_trained_as_in_one_process(name, n):
     for found in run_ranks(_on_ranks_all, n, name, clips):
         for (strategy, clip), result in found.items():
             assert largest_difference(result, expected[clip]) < 1e-12, (strategy, clip)
+
+
+def test_a_number_without_dimensions_is_trained_as_in_one_process():
+    expected = {clip: _in_one_process("number", "norm" if clip in ("torch", "one by one") else clip) for clip in NUMBER}
+    for found in run_ranks(_on_ranks_all, 2, "number", NUMBER):
+        for (strategy, clip), result in found.items():
+            assert largest_difference(result, expected[clip]) < 1e-12, (strategy, clip)
+
+
+def _clipped(ctx):
+    model, _ = weft.fully_shard(_net("number"), ctx)
+
+    def step():
+        model(_x()[:2]).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        model.zero_grad()
+
+    return step
+
+
+def test_a_number_without_dimensions_is_clipped_in_a_rehearsal():
+    weft.testing.assert_rehearsed(_clipped, 2, only=[0])
 
 
 def _limited(ctx):

@@ -40,6 +40,8 @@ def watched(call: Callable[..., Any], copies_now: Callable[[], Copies | None]) -
         if copies:
             check_written(op, args, kwargs, copies)
         _check_terms(op, args)
+        if _changes_number(op, args):
+            return op(*(one.full_tensor() if is_sharded(one) else one for one in args), **kwargs)
         try:
             found = call(op, args, *more)
         except (RuntimeError, AssertionError, IndexError) as error:
@@ -53,6 +55,16 @@ def watched(call: Callable[..., Any], copies_now: Callable[[], Copies | None]) -
         return found
 
     return run
+
+
+def _changes_number(op: Any, args: Any) -> bool:
+    """Whether a plain tensor without dimensions is changed by a DTensor, as a gradient by the norm of all.
+
+    torch takes it for a DTensor, and then finds that it has nothing to return.
+    """
+    first = args[0] if args else None
+    is_number = isinstance(first, torch.Tensor) and not first.ndim and not is_sharded(first)
+    return is_number and bool(torch_internals.schema.of(op).is_mutable)
 
 
 def _check_terms(op: Any, args: Any) -> None:
