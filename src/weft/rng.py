@@ -23,7 +23,7 @@ from weft.errors import type_error
 from weft.keyed_random.philox import philox
 from weft.tensors.rng_state import DeviceRng, RngState
 
-__all__ = ["Seeded", "Seeds", "keyed_uniform", "mix", "seeded", "set_seed", "sync_rng", "worker_seeds"]
+__all__ = ["Seeded", "Seeds", "keyed_normal", "keyed_uniform", "mix", "seeded", "set_seed", "sync_rng", "worker_seeds"]
 
 _WORKERS = 4096  # per rank: more would share a stream with the next rank
 
@@ -269,6 +269,38 @@ def keyed_uniform(
     words = philox([blocks, rows & 0xFFFFFFFF, rows >> 32, torch.zeros_like(blocks)], key)
     numbers = torch.stack(words, dim=-1).reshape(len(ids), -1)[:, :count]
     return ((numbers >> 8).to(torch.float32) * 2.0**-24).reshape(len(ids), *shape)
+
+
+def keyed_normal(ids: torch.Tensor, *, seed: int, epoch: int, shape: Sequence[int] = (), site: int = 0) -> torch.Tensor:
+    """Normal random numbers that are a function of (seed, epoch, sample id), such as the noise of a diffusion model.
+
+    As `keyed_uniform`, of which each takes two. Devices may differ in the last bit, by their logarithm and cosine.
+
+    Source: Box and Muller, "A note on the generation of random normal deviates", 1958.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        ids: Sample ids [rows], as in the `rows` of `shard_data(..., with_ids=True)`; int64, >= 0.
+        seed: Any integer, such as `ctx.seed`.
+        epoch: Number of the epoch, such as `rows.epoch`.
+        shape: Numbers per sample; a padded dimension comes first.
+        site: Separates several draws for the same samples, also from those of `keyed_uniform`.
+
+    Returns:
+        float32 [rows, ...] of mean 0 and variance 1, the dots for `shape`, on the device of `ids`.
+
+    Raises:
+        TypeError: `ids` are not int64.
+
+    Example:
+        >>> ids = torch.tensor([7, 3])
+        >>> both, one = keyed_normal(ids, seed=0, epoch=0), keyed_normal(ids[1:], seed=0, epoch=0)
+        >>> both[1] == one[0]
+        tensor(True)
+    """
+    first, second = keyed_uniform(ids, seed=seed, epoch=epoch, shape=(*shape, 2), site=site).unbind(-1)
+    return (-2 * (1 - first).log()).sqrt() * (2 * torch.pi * second).cos()
 
 
 def sync_rng(ctx: DistContext, *, generators: Sequence[torch.Generator] = (), source: int = 0) -> None:

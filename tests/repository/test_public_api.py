@@ -32,7 +32,7 @@ MODULES = {
     "environments": "Topology first_host topology",
     "grads": "NamedGrads add_noise centralize clip_norm clip_value grad_samples skip_nonfinite",
     "metrics": "SampleIds denominator gather_metrics weighted_mean",
-    "rng": "Seeded Seeds keyed_uniform set_seed sync_rng worker_seeds",
+    "rng": "Seeded Seeds keyed_normal keyed_uniform set_seed sync_rng worker_seeds",
     "interop": "Imported import_accelerate import_dcp import_deepspeed import_trainer",
     "weights": "LoadedWeights PlacedUnit PlacementPlan export find_tied load_weights module_sizes on_meta "
     "plan_placement tie",
