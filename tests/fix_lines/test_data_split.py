@@ -97,9 +97,14 @@ def test_modes():
     def batches(rank=0):
         return DataLoader(range(8), batch_sampler=[[0, 1, 2], [3], [4, 5, 6, 7]])
 
-    with told("data/split/loader_checks.py", "found, 'a loader with batch_size'") as it:
-        weft.shard_data(batches(), fake(0, 2), mode="split")
+    with told("data/split/split_plan.py", "cannot be split over") as it:
+        list(weft.shard_data(batches(), fake(0, 2), mode="split")[0])
     assert of_ranks(it, batches) == [*range(8)]
+    empty, options = [[0], []], {"mode": "split", "uneven": "empty"}
+    with told("data/split/split_plan.py", "cannot be split over") as it:
+        list(weft.shard_data(DataLoader(range(1), batch_sampler=empty), fake(0, 2), **options)[0])
+    kept = eval(f"[batch for batch in empty {it.fix.partition(':')[0]}]", {"empty": empty})
+    assert len(list(weft.shard_data(DataLoader(range(1), batch_sampler=kept), fake(0, 2), **options)[0])) == 1
     with told("data/split/loader_checks.py", "cannot be split among") as it:
         weft.shard_data(numbers(batch_size=3)(), fake(0, 2), mode="split")
     loader = loader_of(it, range(8))

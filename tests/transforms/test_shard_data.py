@@ -250,8 +250,6 @@ def test_split_cuts_one_batch():
     assert _all(lambda: _loader(8, batch_size=4), 2, mode="split") == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     with pytest.raises(ValueError, match="(?s)batch_size=5, 2 ranks.*fix: .*batch_size=6"):
         weft.shard_data(_loader(10, batch_size=5), fake(0, 2), mode="split")
-    with pytest.raises(ValueError, match="(?s)batch size is unknown.*fix:"):
-        weft.shard_data(DataLoader(range(4), batch_sampler=_Groups()), fake(0, 2), mode="split")
 
 
 def test_ranks_of_one_tensor_group_see_the_same():

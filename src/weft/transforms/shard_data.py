@@ -104,11 +104,11 @@ def shard_data(
 
     Args:
         loader: A `DataLoader` or an instance of a subclass, over a map-style or iterable dataset; with
-            `batch_size`, with `batch_size=None`, or with a batch sampler, whose batches are then
-            given to the ranks in turn.
+            `batch_size`, with `batch_size=None`, or with a batch sampler.
         ctx: The current context.
-        mode: "batches": `batch_size` is per rank. "split": it is global, each batch is cut into
-            one piece per rank and must be divisible. "dispatch": as "batches", but rank 0 alone
+        mode: "batches": `batch_size` is per rank, and batches of a batch sampler are given to the ranks in turn.
+            "split": it is global, each batch is cut into one piece per rank and must be divisible; those of a batch
+            sampler are cut as `uneven` says. "dispatch": as "batches", but rank 0 alone
             reads and sends the others theirs. "shards": each rank reads some of the shards of a stream that
             has `num_shards` and `shard` (an `IterableDataset` of `datasets`), and nothing else; then the data
             are `already_sharded`.
@@ -184,8 +184,10 @@ def shard_data(
     if iterable or dispatched:  # what a sampler yields is seen before it is read
         check_uneven(uneven, UNKNOWN if never_ends(loader.dataset) else total, ctx, already_sharded=already_sharded)
     costs = None if cost is None else Costs(cost)
-    plan = SplitPlan(rank, size, per_rank, drop_last, uneven or "balance", costs)
-    if ctx.replicas is not None:  # a step has as many units as with all replicas, however many live
+    within = whole and mode == "split"
+    step_units = 1 if within else None
+    plan = SplitPlan(rank, size, per_rank, drop_last, uneven or "balance", costs, step_units, within)
+    if ctx.replicas is not None and not within:  # a step has as many units as with all replicas, however many live
         plan = plan._replace(step_units=plan.per_step * replicas)
     if total is not None:
         plan._replace(size=size * replicas).check(total, "batches" if whole else "samples")
@@ -270,7 +272,7 @@ def _plan_of(loader: DataLoader[Any], reading: ReadPlan, mode: str, uneven: str 
         mode=mode,
         ranks=split_for or plan.size,
         per_rank=plan.per_rank,
-        per_step=plan.per_rank * (split_for or plan.size),
+        per_step=1 if plan.within else plan.per_rank * (split_for or plan.size),
         uneven=uneven or ("balance" if split_for is None else "error"),
         steps=None if first.stop == UNKNOWN else reading.steps_in((first,)),
         reads=copies if whole_stream else 1,

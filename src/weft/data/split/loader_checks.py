@@ -87,12 +87,6 @@ def _check_mode(loader: DataLoader[Any], mode: str) -> None:
         raise _refusal(found, "an iterable dataset with `num_shards` and `shard(num_shards=, index=)`", fix)
     if mode == "split" and loader.batch_sampler is None and loader.batch_size is None:
         raise _refusal('mode="split" with batch_size=None', "a loader with batch_size", fix)
-    if mode == "split" and not isinstance(loader.dataset, IterableDataset) and not takes_consecutive_samples(loader):
-        found = f'mode="split" with {type(loader.batch_sampler).__name__}, whose batch size is unknown'
-        fix += (
-            "  # a batch for each rank in a step; or weft.shard_data(loader, weft.local()), which reads all of each, "
-        )
-        raise _refusal(found, "a loader with batch_size", f"{fix}and weft.data.split_between(batch, ctx)")
 
 
 def _check_split(loader: DataLoader[Any], mode: str, uneven: str | None, *, already_sharded: bool) -> None:

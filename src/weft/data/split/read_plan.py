@@ -110,6 +110,8 @@ class ReadPlan:
 
     def samples_of_all(self, plan: SplitPlan, order: Sequence[Any], start: int, stop: int) -> int:
         """Samples that all ranks of a plan together are given in a step with these units."""
+        if plan.within:
+            return sum(plan.samples(len(order[unit])) for unit in range(start, stop))
         used = plan.used(stop - start)
         return sum(len(order[unit % len(order)]) for unit in range(start, start + used)) if self.whole else used
 
@@ -186,6 +188,9 @@ class ReadPlan:
                 "sorted(os.listdir(folder)) for files; or draw from random, numpy.random or torch, which are seeded",
                 old=f"{self.serial}/{iteration - 2}",
             )
+        for span in found if self.plan.within else ():
+            for batch in () if span.stop == UNKNOWN else self.order(span.epoch)[span.start : span.stop]:
+                self.plan.check_batch(len(batch))
         return found
 
     def steps_in(self, spans: tuple[Span, ...]) -> int:

@@ -9,6 +9,8 @@ of the order of one epoch; a resumed run has one or more of them to read.
 A step may also have a fixed number of units, `step_units`, at any number of ranks: then the pieces differ by at most
 one unit, and the steps are the same at any number of ranks.
 
+With `within`, units are batches, a step is one of them, and each rank gets a part of its samples.
+
 With `costs` the units of a step are divided into pieces of nearly equal cost, which may have different numbers of
 units. The step is still that span of the order, so a position means the same at every world size.
 """
@@ -16,7 +18,7 @@ units. The step is still that span of the order, so a position means the same at
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from weft.data.equal_cost import Costs, equal_shares
 from weft.errors import value_error, warn
@@ -24,6 +26,10 @@ from weft.errors import value_error, warn
 U = TypeVar("U")
 Uneven = Literal["balance", "empty", "pad", "drop", "error", "join"]
 UNKNOWN = 2**62  # units of a stream that does not tell its length
+_CHOICES = (
+    'uneven="empty")  # some ranks get no rows; or "pad", with_ids=True (repeats samples: use rows of ids.valid only); '
+    'or "drop" (loses samples)'
+)
 
 
 class Span(NamedTuple):
@@ -45,6 +51,7 @@ class SplitPlan(NamedTuple):
         uneven: What to do with an incomplete last step whose units cannot be shared out equally.
         costs: What units cost, if pieces are to cost the same.
         step_units: Units per full step, if that is not `per_rank * size`.
+        within: A step is one unit, a batch of samples, which are shared out.
     """
 
     rank: int
@@ -54,11 +61,17 @@ class SplitPlan(NamedTuple):
     uneven: Uneven
     costs: Costs | None = None
     step_units: int | None = None
+    within: bool = False
 
     @property
     def per_step(self) -> int:
         """Units per full step, all ranks together."""
         return self.per_rank * self.size if self.step_units is None else self.step_units
+
+    @property
+    def least(self) -> int:
+        """Samples that a batch needs, of which each rank gets a part."""
+        return self.size if self.uneven in ("balance", "drop") else 1
 
     @property
     def allows_empty(self) -> bool:
@@ -108,8 +121,14 @@ class SplitPlan(NamedTuple):
     def pieces(self, order: Sequence[U], start: int, stop: int) -> Iterator[tuple[Sequence[U], int]]:
         """Yield this rank's piece of every step of a span, and how many of its units do not repeat.
 
-        A piece is empty only if `allows_empty`.
+        A piece is empty only if `allows_empty`. With `within`, a piece is a part of one batch, and samples are counted.
         """
+        if self.within:
+            for batch in order[start:stop]:
+                self.check_batch(len(cast("Sequence[Any]", batch)))
+                part, valid = self.part([*cast("Iterable[Any]", batch)])
+                yield (cast("list[U]", [part]) if part else ()), valid
+            return
         if self.costs is not None:
             yield from self._of_equal_cost(order, start, stop, self.costs)
             return
@@ -124,6 +143,39 @@ class SplitPlan(NamedTuple):
                 begin = stop - rest + first
                 piece = [*piece, *(order[i % len(order)] for i in range(begin + count, begin + whole))]
             yield piece, count
+
+    def part(self, batch: Sequence[Any]) -> tuple[Sequence[Any], int]:
+        """This rank's samples of a batch, and how many of them do not repeat."""
+        if self.uneven != "pad":
+            first, count = self.share(len(batch))
+            return batch[first : first + count], count
+        each = -(-len(batch) // self.size)
+        places = range(self.rank * each, (self.rank + 1) * each)
+        return [batch[place % len(batch)] for place in places], sum(place < len(batch) for place in places)
+
+    def samples(self, batch: int) -> int:
+        """Samples that all ranks together are given of a batch of so many, repetitions included."""
+        rest = batch % self.size
+        if self.uneven == "pad":
+            return batch + (self.size - rest if rest else 0)
+        return batch - rest if self.uneven == "drop" else batch
+
+    def check_batch(self, samples: int) -> None:
+        """Raise if a batch cannot be shared out as `uneven` asks.
+
+        Raises:
+            ValueError: The text names the numbers and the choices.
+        """
+        unequal = self.uneven == "error" and samples % self.size != 0
+        if unequal or samples < self.least:
+            raise value_error(
+                f"shard_data: a batch of the batch sampler cannot be split over {self.size} ranks",
+                found=f"{samples} samples, {self.size} ranks, uneven={self.uneven!r}",
+                expected=f"a multiple of {self.size}" if unequal else f"at least {self.least}, or a choice what to do",
+                fix=f'loader, ctx = weft.shard_data(loader, ctx, mode="split", {_CHOICES}'
+                if samples
+                else "if batch: yield batch  # in the batch sampler",
+            )
 
     def _of_equal_cost(
         self, order: Sequence[U], start: int, stop: int, costs: Costs
@@ -160,8 +212,7 @@ class SplitPlan(NamedTuple):
                 f"shard_data: {what} cannot be split evenly over {self.size} ranks",
                 found=f"{units} in steps of {self.per_rank} x {self.size}, {rest} left for the last step",
                 expected=f"{'a multiple of' if unequal else 'at least'} {self.size} left, or a choice what to do",
-                fix='loader, ctx = weft.shard_data(loader, ctx, uneven="empty")  # some ranks get no rows; '
-                'or "pad", with_ids=True (repeats samples: use rows of ids.valid only); or "drop" (loses samples)',
+                fix=f"loader, ctx = weft.shard_data(loader, ctx, {_CHOICES}",
             )
 
 

@@ -98,11 +98,11 @@ class StepIndices(Sampler[Any]):
                         everyone = reading.samples_of_all(plans[0], order, first, min(stop, first + per_step))
                     for piece, valid in step:
                         # A rank without a sample reads one, of which no row is used: collating needs something.
-                        units = piece if len(piece) else [order[start]]
+                        units = piece if len(piece) else [order[start][:1] if plans[0].within else order[start]]
                         ids, kept, asked = units, valid, units[0] if single else units
                         if whole:
                             ids = [index for batch in units for index in batch]
-                            kept = sum(map(len, units[:valid]))
+                            kept = valid if plans[0].within else sum(map(len, units[:valid]))
                             asked = units[0] if len(units) == 1 else ids  # one is left as the user's sampler made it
                         note(BatchInfo(epoch, ids, kept, units is not piece, everyone))
                         yield BatchRequest(iteration, epoch, asked)
