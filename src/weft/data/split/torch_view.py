@@ -98,7 +98,7 @@ class StepIndices(Sampler[Any]):
                         everyone = reading.samples_of_all(plans[0], order, first, min(stop, first + per_step))
                     for piece, valid in step:
                         # A rank without a sample reads one, of which no row is used: collating needs something.
-                        units = piece if len(piece) else [order[start][:1] if plans[0].within else order[start]]
+                        units = piece if len(piece) else [[*order[start]][:1] if plans[0].within else order[start]]
                         ids, kept, asked = units, valid, units[0] if single else units
                         if whole:
                             ids = [index for batch in units for index in batch]
