@@ -68,10 +68,10 @@ def test_peft(ranks, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_diffusers(ranks, tmp_path):
-    found = _run("diffusers", ranks, tmp_path)
-    assert len({str(each["losses"]) for each in found}) == 1 and len(found[0]["losses"]) == 4 // ranks
+def test_diffusers(tmp_path):
+    (alone,), two = _run("diffusers", 1, tmp_path), _run("diffusers", 2, tmp_path)
+    assert two[0] == two[1] and len(alone["losses"]) == 4
+    assert two[0]["losses"] == pytest.approx(alone["losses"], rel=0.02)  # in bf16
 
 
 @pytest.mark.slow
