@@ -111,7 +111,7 @@ class ReadPlan:
     def samples_of_all(self, plan: SplitPlan, order: Sequence[Any], start: int, stop: int) -> int:
         """Samples that all ranks of a plan together are given in a step with these units."""
         if plan.within:
-            return sum(plan.samples(len(order[unit])) for unit in range(start, stop))
+            return sum(plan.of_batch(len(order[unit])).used(len(order[unit])) for unit in range(start, stop))
         used = plan.used(stop - start)
         return sum(len(order[unit % len(order)]) for unit in range(start, start + used)) if self.whole else used
 

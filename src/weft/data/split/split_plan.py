@@ -69,11 +69,6 @@ class SplitPlan(NamedTuple):
         return self.per_rank * self.size if self.step_units is None else self.step_units
 
     @property
-    def least(self) -> int:
-        """Samples that a batch needs, of which each rank gets a part."""
-        return self.size if self.uneven in ("balance", "drop") else 1
-
-    @property
     def allows_empty(self) -> bool:
         """Whether a rank may get a batch without rows."""
         return self.uneven in ("empty", "join")
@@ -125,9 +120,11 @@ class SplitPlan(NamedTuple):
         """
         if self.within:
             for batch in order[start:stop]:
-                self.check_batch(len(cast("Sequence[Any]", batch)))
-                part, valid = self.part([*cast("Iterable[Any]", batch)])
-                yield (cast("list[U]", [part]) if part else ()), valid
+                samples: Any = [*cast("Iterable[Any]", batch)]
+                self.check_batch(len(samples))
+                pieces: Iterator[Any] = self.of_batch(len(samples)).pieces(samples, 0, len(samples))
+                for part, valid in pieces:  # one, as of a step
+                    yield ([part] if part else ()), valid
             return
         if self.costs is not None:
             yield from self._of_equal_cost(order, start, stop, self.costs)
@@ -144,21 +141,10 @@ class SplitPlan(NamedTuple):
                 piece = [*piece, *(order[i % len(order)] for i in range(begin + count, begin + whole))]
             yield piece, count
 
-    def part(self, batch: Sequence[Any]) -> tuple[Sequence[Any], int]:
-        """This rank's samples of a batch, and how many of them do not repeat."""
-        if self.uneven != "pad":
-            first, count = self.share(len(batch))
-            return batch[first : first + count], count
-        each = -(-len(batch) // self.size)
-        places = range(self.rank * each, (self.rank + 1) * each)
-        return [batch[place % len(batch)] for place in places], sum(place < len(batch) for place in places)
-
-    def samples(self, batch: int) -> int:
-        """Samples that all ranks together are given of a batch of so many, repetitions included."""
-        rest = batch % self.size
-        if self.uneven == "pad":
-            return batch + (self.size - rest if rest else 0)
-        return batch - rest if self.uneven == "drop" else batch
+    def of_batch(self, samples: int) -> SplitPlan:
+        """How the samples of one batch are shared out: as those of a step."""
+        each = -(-samples // self.size)
+        return self._replace(per_rank=each, drop_last=False, step_units=None, within=False)
 
     def check_batch(self, samples: int) -> None:
         """Raise if a batch cannot be shared out as `uneven` asks.
@@ -167,11 +153,12 @@ class SplitPlan(NamedTuple):
             ValueError: The text names the numbers and the choices.
         """
         unequal = self.uneven == "error" and samples % self.size != 0
-        if unequal or samples < self.least:
+        least = self.size if self.uneven in ("balance", "drop") else 1
+        if unequal or samples < least:
             raise value_error(
                 f"shard_data: a batch of the batch sampler cannot be split over {self.size} ranks",
                 found=f"{samples} samples, {self.size} ranks, uneven={self.uneven!r}",
-                expected=f"a multiple of {self.size}" if unequal else f"at least {self.least}, or a choice what to do",
+                expected=f"a multiple of {self.size}" if unequal else f"at least {least}, or a choice what to do",
                 fix=f'loader, ctx = weft.shard_data(loader, ctx, mode="split", {_CHOICES}'
                 if samples
                 else "if batch: yield batch  # in the batch sampler",
