@@ -109,7 +109,7 @@ def _give(given: _Given, keys: Sequence[tuple[int, int] | None], gradients: Sequ
 def _arrive(given: _Given, number: int, refuse: Callable[[str], None], gradients: Sequence[Any]) -> None:
     for at, gradient in enumerate(gradients):
         expected = given.pop((number, at), None)
-        if gradient is None:
+        if gradient is None or gradient is expected:
             continue
         found = local(gradient)
         limit = LIMIT if found.dtype.itemsize > 2 else LOW_LIMIT
