@@ -323,6 +323,32 @@ def test_a_stream_whose_length_is_not_true():
         len(weft.shard_data(DataLoader(Plain(5)), weft.local())[0])
 
 
+@pytest.mark.parametrize("kind", [Plain, Seekable, Resumable, Shuffled])
+@pytest.mark.parametrize("n", [8, 10, 15])
+def test_a_stream_whose_incomplete_step_is_dropped_needs_no_choice(kind, n):
+    def read(world, position=None):
+        found, positions = [[] for _ in range(world)], []
+        for rank in range(world):
+            loader = DataLoader(kind(n), batch_size=4, drop_last=True)
+            loader, _ = weft.shard_data(loader, fake(rank, world), mode="split")
+            if position is not None:
+                loader.load_state_dict(position)
+            for batch in loader:
+                found[rank].append(batch.tolist())
+                positions.append(loader.state_dict())
+            assert loader.state_dict() == {"seed": 0, "epoch": 1, "samples": 0}
+        return [[*itertools.chain(*parts)] for parts in zip(*found, strict=True)], positions[: len(found[0])]
+
+    steps, _ = read(1)
+    assert len(steps) == n // 4
+    for world in (1, 2, 4):
+        found, positions = read(world)
+        assert found == steps
+        for other in (1, 2, 4):
+            for done, position in enumerate(positions[:-1], start=1):
+                assert read(other, position)[0] == steps[done:]
+
+
 def test_the_end_of_a_stream_that_cannot_be_shared_out():
     loader, _ = weft.shard_data(DataLoader(Plain(5), batch_size=2), fake(0, 2), uneven="error")
     with pytest.raises(ValueError, match="(?s)the stream, 5 samples long.*fix:"):

@@ -118,8 +118,8 @@ def shard_data(
             tensors have no rows if others wait for it in a collective of the step; else its loop ends before it.
             "drop": as "balance", leaving out what does not give every rank the same number. "pad": samples from the
             beginning repeat, all batches are full. "error": raises unless all ranks get the same number. Has
-            to be chosen for streams of unknown length. With `already_sharded` it is about the number of batches, see
-            there.
+            to be chosen for streams of unknown length without `drop_last`. With `already_sharded` it is about the
+            number of batches, see there.
         seed: Of the order; default: that of the sampler's generator, else `ctx.seed`, for all but the first loader
             of the program mixed with its number. A loader over the same dataset as one before continues its epochs.
         already_sharded: The loader reads this rank's part already (a `DistributedSampler`, a stream
@@ -182,7 +182,8 @@ def shard_data(
         first = exchange(ctx.world, "shard_data", [total, chosen, per_rank])[0]
         total, chosen, per_rank = cast("tuple[int | None, int, int]", first)
     if iterable or dispatched:  # what a sampler yields is seen before it is read
-        check_uneven(uneven, UNKNOWN if never_ends(loader.dataset) else total, ctx, already_sharded=already_sharded)
+        ends_whole = drop_last or never_ends(loader.dataset)
+        check_uneven(uneven, UNKNOWN if ends_whole else total, ctx, already_sharded=already_sharded)
     costs = None if cost is None else Costs(cost)
     within = whole and mode == "split"
     step_units = 1 if within else None
