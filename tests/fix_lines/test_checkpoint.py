@@ -530,6 +530,14 @@ def _differs(ctx, folder):
     it.run(tensor=model.weight, ctx=own, model=model)
     weft.save(state, folder, 2, ctx)
     weft.check(own, model=model)  # as it says
+    hidden = torch.full((1, 2), float(ctx.rank))
+    with told("checkpoint/compare_replicas.py", "replicas of a tensor have different values") as it:
+        weft.save(_state(ctx, progress={"hidden": hidden})[0], folder, 3, ctx)
+    it.fix = weft.broadcast(it.fix, ctx)
+    assert it.fix.startswith("value = weft.gather")
+    whole = it.run(value=hidden, ctx=ctx)["value"]
+    weft.save(_state(ctx, progress={"hidden": whole})[0], folder, 3, ctx)
+    assert whole.tolist() == [[0, 0], [1, 1]]
 
     def cut(size):
         return Box(distribute_tensor(torch.arange(float(size)), ctx.mesh, [Shard(0)], src_data_rank=None))

@@ -62,6 +62,7 @@ class Outline:
         of_rank: Plain values of this rank alone.
         replicas: Numbers that tell whether ranks that hold the same tensors hold the same values.
         alone: Parameters whose gradients no strategy averages, by name.
+        plain: Objects that are no modules and no optimizers.
         others: Plain values of ranks that take no part, as their checkpoint is imported.
     """
 
@@ -73,6 +74,7 @@ class Outline:
     of_rank: Mapping[str, Any]
     replicas: Replicas
     alone: Sequence[str] = ()
+    plain: Sequence[str] = ()
     others: Sequence[Mapping[str, Any]] = ()
 
 
@@ -108,7 +110,8 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
         if replicas and isinstance(obj, nn.Module)
         for name in trained_alone(obj, ctx)
     ]
-    brought = replace(outline_of(content, written, of_rank, replicas), alone=alone)
+    plain = [key for key, obj in state.objects.items() if not isinstance(obj, (nn.Module, torch.optim.Optimizer))]
+    brought = replace(outline_of(content, written, of_rank, replicas), alone=alone, plain=plain)
     return brought, {held.name: values[held.name] for held in written}
 
 
@@ -335,7 +338,7 @@ def complete(
         saving.history.note_saved(saving.name)
     else:
         told = gathered_on_main(what, ctx, lambda: {group: brought.replicas.get(group, {}) for group in doubtful})
-        from_main(what, ctx, lambda: raise_different(told, brought.alone))
+        from_main(what, ctx, lambda: raise_different(told, brought.alone, brought.plain))
 
 
 def _holds(storage: Storage, draft: Draft, name: str, entry: FileEntry) -> bool:
