@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import copy
 import re
 import shlex
 import signal
@@ -426,6 +427,50 @@ def _kinds_of_tensors(ctx):
     torch.optim.SGD(model.parameters(), **{decay[:-1]: 0.1}).step()
 
 
+class _Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Conv1d(1, 2, 2)
+
+    def features(self, x):
+        return self.inner(x).tanh()
+
+    def forward(self, x):
+        return self.features(x).sum()
+
+
+def _kinds_in_a_method_and_a_follower(ctx):
+    torch.manual_seed(0)
+    x, whole = torch.linspace(-1, 1, 8).view(2, 1, 4), _Encoder()
+    student, _ = weft.fully_shard(copy.deepcopy(whole), ctx)
+    student(x).backward()  # until the first call, calls of parts are refused in another way
+    with told("engines/torch_errors.py", "torch computes with tensors of one kind") as it, weft.adopt(device="cpu"):
+        with torch.no_grad():
+            student.features(x)
+    listed = it.run(model=copy.deepcopy(whole), ctx=ctx)["model"]
+    with torch.no_grad():
+        assert torch.equal(listed.features(x), whole.features(x))
+        assert it.fix.endswith("or call the model") and torch.equal(student(x), whole(x))
+
+    @torch.no_grad()
+    def follow(teacher, weights):
+        for p, q in zip(teacher, weights, strict=True):
+            p.mul_(0.5).add_(q, alpha=0.25)
+
+    with told("engines/torch_errors.py", "torch computes with tensors of one kind") as it, weft.adopt(device="cpu"):
+        follow(copy.deepcopy(whole).parameters(), student.parameters())
+    assert "weft.average_weights" in it.fix
+    teacher = it.run(teacher=copy.deepcopy(whole), ctx=ctx)["teacher"]
+    follow(teacher.parameters(), student.parameters())
+    for p, q in zip(teacher.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(p.full_tensor(), 0.75 * q)
+    state = it.fix.rpartition("; ")[2].partition(" in an optimizer")[0]
+    for p in student.parameters():
+        names = {"torch": torch, "p": p}
+        exec(state, names)
+        follow([names["state"]], [p])
+
+
 def _settings_drift(ctx, lr):
     model, ctx = weft.replicate(nn.Linear(2, 2), ctx)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -461,6 +506,7 @@ def _save(ctx, folder, on):
 def test_ranks_that_disagree(tmp_path):
     run_ranks(_ranks_disagree, 2)
     run_ranks(_kinds_of_tensors, 2)
+    run_ranks(_kinds_in_a_method_and_a_follower, 2)
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_settings_drift, 2, [0.1, 0.2])
     it = printed("peers/ledger.py", "compare(f'{self._name}: {what}'", str(caught.value.errors[1]))

@@ -485,6 +485,11 @@ def _same_batches(ctx):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         epoch(loader)
+        rows, (line, cut) = torch.arange(16.0).view(4, 4), it.fix.split("  # without a loader: ")
+        names = {"weft": weft, "rows": rows, "ctx": ctx}
+        exec(cut, names)
+        epoch(names["rows"].split(1))
+        assert torch.equal(weft.gather(names["rows"], ctx), rows) and line.startswith("loader, ctx")
 
 
 def _other_weights(ctx):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 
 import torch
@@ -34,6 +35,15 @@ _ELSEWHERE = (
     "weft.clip_grads(model, ctx, max_norm=1.0), or max_value=, before optimizer.step(); weft.full_params(model, ctx) "
     "for parameters; penalty.full_tensor() for each term of a loss over them, or weight_decay= of an optimizer"
 )
+_OF_METHOD = (
+    'model, ctx = weft.fully_shard(model, ctx, methods=("features",))  # the method that is called; or call the model'
+)
+_OF_LAYERS = re.compile(r"aten\.(\w*convolution|embedding|(add|b|)mm|mv|native_\w+_norm)\b")
+_OF_FOLLOWER = (
+    "teacher, ctx = weft.fully_shard(teacher, ctx)  # what follows weights takes their strategy; or "
+    "weft.average_weights; state = torch.zeros_like(p) in an optimizer of your own"
+)
+_IN_PLACE = re.compile(r"aten\.(_foreach_)?(add|sub|lerp)\w*_\b")
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -72,7 +82,11 @@ def _line_for(error: BaseException, *, in_forward: bool) -> str:
         return OF_LINEAR_LOSS
     if "nll_loss" in str(error):
         return _OF_LOGITS
-    return _IN_FORWARD if in_forward else _ELSEWHERE
+    if in_forward:
+        return _IN_FORWARD
+    if _OF_LAYERS.search(str(error)):
+        return _OF_METHOD
+    return _OF_FOLLOWER if _IN_PLACE.search(str(error)) else _ELSEWHERE
 
 
 def is_of_linear_loss(error: BaseException) -> bool:

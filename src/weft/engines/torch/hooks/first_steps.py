@@ -101,7 +101,8 @@ class FirstSteps:
                     f"{self._what}: all {len(everyone)} ranks compute the same batches",
                     f"the inputs of the first {_NUM_BATCHES} forward passes of {self._class_name}, bit for bit",
                     "a part of the data on each rank; so every rank does the work of one",
-                    "loader, ctx = weft.shard_data(loader, ctx)",
+                    "loader, ctx = weft.shard_data(loader, ctx)  # without a loader: "
+                    "rows = weft.data.split_between(rows, ctx)",
                 )
 
     def compare_changed(self, weights: Mapping[str, torch.Tensor]) -> None:
