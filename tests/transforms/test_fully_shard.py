@@ -545,6 +545,46 @@ def test_a_listed_method_works_like_forward():
         assert largest_difference(parameters, expected) < 1e-12 and is_patched
 
 
+class CallsItself(nn.Module):
+    """Methods that call each other, and parameters of the module itself after that."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.last = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 3)
+
+    def features(self, x):
+        return self.body(x).tanh()
+
+    def both(self, x):
+        return self(x) + self.last(self.features(x) * 2)
+
+    def forward(self, x):
+        return self.last(self.features(x))
+
+
+def _methods_in_methods(ctx, units):
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    model, ctx = weft.fully_shard(CallsItself().double(), ctx, units=units, methods=("features", "both"))
+    x, found = weft.data.split_between(x, ctx), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with torch.no_grad():
+            found += [weft.gather(call(x), ctx) for call in (model, model.both, model.features)]
+        for call in (model, model.both):
+            (call(x).square().mean() + model(x).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def test_listed_methods_that_call_each_other_have_their_parameters_until_the_outermost_ends():
+    for units in (None, ["body.0"]):
+        expected = _methods_in_methods(weft.local(), None)
+        for found in run_ranks(_methods_in_methods, 2, units):
+            assert largest_difference(found, expected) < 1e-12
+
+
 # -- orders of passes -------------------------------------------------------------------------------
 
 

@@ -196,11 +196,14 @@ class ShardedModule(Strategy):
             self._buffers.watch(output)
         else:
             # No backward will free what was gathered, and `parameters()` shall be what is trained.
-            self._units.reshard()
+            if not self._calls:
+                self._units.reshard()
             self._order.end_forward(place)
 
     def _around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A listed method is called: the same as around forward."""
+        if self._calls:
+            return call(*args, **kwargs)  # by forward, or by another one
         self._before(None, args, kwargs)
         output = None
         try:
