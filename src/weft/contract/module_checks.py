@@ -95,8 +95,8 @@ def wrapper_of_torch(module: nn.Module) -> str | None:
 
 def trained_alone(module: nn.Module, ctx: DistContext) -> list[str]:
     """Names of trained parameters whose gradients no strategy averages, though ranks have different ones."""
-    trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
-    return _without_strategy(module, ctx, trained)
+    names = _without_strategy(module, ctx, ((name, p) for name, p in module.named_parameters() if p.requires_grad))
+    return [name for name in names if not is_reduced(module.get_parameter(name))]
 
 
 def buffers_alone(module: nn.Module, ctx: DistContext) -> list[str]:
@@ -111,7 +111,7 @@ def _without_strategy(module: nn.Module, ctx: DistContext, named: Iterable[tuple
         return []
     strategies = [part for part in module.modules() if offered(part, GradSync) or wrapper_of_torch(part)]
     covered = {id(t) for part in strategies for t in (*part.parameters(), *part.buffers())}
-    return [name for name, t in named if id(t) not in covered and not (is_reduced(t) or _spans(t, axes, ctx))]
+    return [name for name, t in named if id(t) not in covered and not _spans(t, axes, ctx)]
 
 
 def _spans(parameter: torch.Tensor, axes: Sequence[str], ctx: DistContext) -> bool:
