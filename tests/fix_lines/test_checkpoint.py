@@ -597,6 +597,50 @@ def test_a_parameter_that_no_strategy_trains(tmp_path):
         assert run_ranks(_trained_by_nobody, ranks, tmp_path / str(ranks)) == pytest.approx(expected * ranks, abs=1e-12)
 
 
+class _Center(nn.Module):
+    """A running mean of the batch, and statistics of a batch norm, of a module without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("center", torch.zeros(2))
+
+    def update(self, x, reduced=lambda value: value):
+        self.center.lerp_(reduced(self.norm(x).detach().square().mean(0) + x.mean(0)), 0.1)
+
+
+def _updated_by_own_batch(ctx, folder):
+    rows = torch.arange(16.0).sin().view(8, 2).chunk(ctx.world_size)[ctx.rank]
+    if ctx.world_size > 1:
+        teacher = _Center()
+        teacher.update(rows)
+        with told("checkpoint/compare_replicas.py", "replicas of a tensor have different values") as it:
+            weft.save(_state(ctx, teacher=teacher)[0], folder, 1, ctx)
+        assert not ctx.is_main or "teacher/center: one value on rank 0, another on rank 1" in str(it.error)
+        reduced, _, norms = weft.broadcast(it.fix, ctx).partition("  # before a buffer is updated with it; ")
+    teacher = _Center()
+
+    def mean(value):
+        names = {"weft": weft, "value": value, "ctx": ctx}
+        exec(reduced, names)
+        return names["value"]
+
+    if ctx.world_size > 1:
+        exec(norms.removeprefix("for batch norms, "), {"weft": weft, "model": teacher, "ctx": ctx})
+        teacher.update(rows, mean)
+    else:
+        teacher.update(rows)
+    weft.save(_state(ctx, teacher=teacher)[0], folder, 2, ctx)
+    return [*teacher.buffers()]
+
+
+@pytest.mark.slow
+def test_buffers_that_each_rank_updates_from_its_own_batch(tmp_path):
+    expected = run_ranks(_updated_by_own_batch, 1, tmp_path / "1")[0]
+    for found in run_ranks(_updated_by_own_batch, 2, tmp_path / "2"):
+        torch.testing.assert_close(found, expected)
+
+
 def _own_mesh(ctx, folder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))["shard"]
     for value in (DTensor.from_local(torch.ones(2), mesh, [kind]) for kind in (Shard(0), Partial())):

@@ -45,12 +45,15 @@ def differing_groups(told: Sequence[Mapping[str, str]]) -> list[str]:
     return [group for group, count in Counter(group for group, _ in different).items() if count > 1]
 
 
-def raise_different(told: Sequence[Replicas], alone: Collection[str], plain: Collection[str]) -> None:
+def raise_different(
+    told: Sequence[Replicas], alone: Collection[str], own_buffers: Collection[str], plain: Collection[str]
+) -> None:
     """Raise, naming tensors and ranks.
 
     Args:
         told: By each rank: the numbers of the groups that differ.
         alone: Names of parameters whose gradients no strategy averages.
+        own_buffers: Names of buffers that no strategy keeps equal.
         plain: Objects that are no modules and no optimizers, such as dicts.
 
     Raises:
@@ -61,13 +64,13 @@ def raise_different(told: Sequence[Replicas], alone: Collection[str], plain: Col
         for group, numbers in groups.items():
             for name, number in numbers.items():
                 by_name[group, name][number].append(rank)
-    different = {name: found.values() for (_, name), found in by_name.items() if len(found) > 1}
+    different = {name: found for (_, name), found in by_name.items() if len(found) > 1}
     wrong = [
-        f"{name}: one value on {', another on '.join(f'rank {listed(ranks)}' for ranks in found)}"
+        f"{name}: one value on {', another on '.join(f'rank {listed(ranks)}' for ranks in found.values())}"
         for name, found in different.items()
     ]
-    names = [name for _, name in by_name]
-    apart = [one for one in alone if any(name == one or f"/state/{one}/" in name for name in names)]
+    apart = [one for one in alone if any(name == one or f"/state/{one}/" in name for name in different)]
+    buffers = different.keys() & set(own_buffers)
     raise CheckpointError(
         "save: replicas of a tensor have different values",
         found="; ".join(wrong[:3])
@@ -78,6 +81,9 @@ def raise_different(told: Sequence[Replicas], alone: Collection[str], plain: Col
         fix='p.grad = weft.reduce(p.grad, ctx, "mean")  # before its optimizer steps, and before the first step '
         "p.data.copy_(weft.broadcast(p.data, ctx)); or a strategy, which does both"
         if apart
+        else 'value = weft.reduce(value, ctx, "mean")  # before a buffer is updated with it; for batch norms, '
+        "model, ctx = weft.sync_batch_norm(model, ctx)"
+        if buffers
         else "value = weft.gather(value, ctx)  # in the dict, of each rank's own: along dimension 0. What should be "
         "the same on all ranks follows from weft.reduce or weft.broadcast"
         if all(name.partition("/")[0] in plain for name in different)

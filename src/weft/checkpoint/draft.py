@@ -41,7 +41,7 @@ from weft.checkpoint.storage.protocol import Draft, Storage, changed_bytes
 from weft.collectives.on_all_ranks import from_main, gathered, gathered_on_main
 from weft.context import DistContext
 from weft.context.placement import readable
-from weft.contract import trained_alone
+from weft.contract import buffers_alone, trained_alone
 from weft.errors import CheckpointError, listed
 from weft.tensors.blocks import Block, Held
 
@@ -62,6 +62,7 @@ class Outline:
         of_rank: Plain values of this rank alone.
         replicas: Numbers that tell whether ranks that hold the same tensors hold the same values.
         alone: Parameters whose gradients no strategy averages, by name.
+        own_buffers: Buffers that no strategy keeps equal, by name.
         plain: Objects that are no modules and no optimizers.
         others: Plain values of ranks that take no part, as their checkpoint is imported.
     """
@@ -74,6 +75,7 @@ class Outline:
     of_rank: Mapping[str, Any]
     replicas: Replicas
     alone: Sequence[str] = ()
+    own_buffers: Sequence[str] = ()
     plain: Sequence[str] = ()
     others: Sequence[Mapping[str, Any]] = ()
 
@@ -94,25 +96,25 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
     of_rank: dict[str, Any] = {"rng": random_state(ctx)} if state.rng else {}
     if content.generators:
         of_rank["generators"] = content.generators
+    alone, own_buffers = (_named(state, ctx, which) for which in (trained_alone, buffers_alone))
+    kept_equal = content.buffers.difference(own_buffers)  # those of rank 0 are everyone's in the next forward
     several = {
-        name: found
-        for name, found in ranks.items()
-        if len(found) > 1 and ctx.rank in found and name not in content.buffers
+        name: found for name, found in ranks.items() if len(found) > 1 and ctx.rank in found and name not in kept_equal
     }
     values = {held.name: held.local for held in (*written, *(content.tensors[name] for name in several))}
     replicas: Replicas = {}
     if not ctx.world.pretended:  # else there are no bytes to read
         values = readable({name: value.resolve_conj().resolve_neg() for name, value in values.items()}, ctx)
         replicas = fingerprints({name: values[name] for name in several}, several)
-    alone = [
-        f"{key}/{plain_name(name)}"
-        for key, obj in state.objects.items()
-        if replicas and isinstance(obj, nn.Module)
-        for name in trained_alone(obj, ctx)
-    ]
     plain = [key for key, obj in state.objects.items() if not isinstance(obj, (nn.Module, torch.optim.Optimizer))]
-    brought = replace(outline_of(content, written, of_rank, replicas), alone=alone, plain=plain)
+    brought = outline_of(content, written, of_rank, replicas)
+    brought = replace(brought, alone=alone, own_buffers=own_buffers, plain=plain)
     return brought, {held.name: values[held.name] for held in written}
+
+
+def _named(state: Checkpoint, ctx: DistContext, which: Callable[[nn.Module, DistContext], list[str]]) -> list[str]:
+    modules = {key: obj for key, obj in state.objects.items() if isinstance(obj, nn.Module)}
+    return [f"{key}/{plain_name(name)}" for key, module in modules.items() for name in which(module, ctx)]
 
 
 def outline_of(
@@ -338,7 +340,7 @@ def complete(
         saving.history.note_saved(saving.name)
     else:
         told = gathered_on_main(what, ctx, lambda: {group: brought.replicas.get(group, {}) for group in doubtful})
-        from_main(what, ctx, lambda: raise_different(told, brought.alone, brought.plain))
+        from_main(what, ctx, lambda: raise_different(told, brought.alone, brought.own_buffers, brought.plain))
 
 
 def _holds(storage: Storage, draft: Draft, name: str, entry: FileEntry) -> bool:

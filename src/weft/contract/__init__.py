@@ -32,6 +32,7 @@ from weft.contract.layout import gradient_axes, is_here, layouts, owners, part_a
 from weft.contract.marks import applied_to, check_known, forget, offered
 from weft.contract.module_checks import (
     agree_on_parameters,
+    buffers_alone,
     check_data_axes,
     check_methods,
     check_not_elsewhere,
@@ -89,6 +90,7 @@ __all__ = [
     "Undoable",
     "agree_on_parameters",
     "applied_to",
+    "buffers_alone",
     "check_data_axes",
     "check_known",
     "check_methods",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -95,16 +95,23 @@ def wrapper_of_torch(module: nn.Module) -> str | None:
 
 def trained_alone(module: nn.Module, ctx: DistContext) -> list[str]:
     """Names of trained parameters whose gradients no strategy averages, though ranks have different ones."""
+    names = _without_strategy(module, ctx, ((name, p) for name, p in module.named_parameters() if p.requires_grad))
+    return [name for name in names if not is_reduced(module.get_parameter(name))]
+
+
+def buffers_alone(module: nn.Module, ctx: DistContext) -> list[str]:
+    """Names of buffers that no strategy keeps equal, though ranks have different batches."""
+    whole = ((name, buffer) for name, buffer in module.named_buffers() if not is_sharded(buffer))
+    return _without_strategy(module, ctx, whole)
+
+
+def _without_strategy(module: nn.Module, ctx: DistContext, named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     axes = gradient_axes(module, ctx)
     if math.prod(map(ctx.axis_size, axes)) == 1:
         return []
     strategies = [part for part in module.modules() if offered(part, GradSync) or wrapper_of_torch(part)]
-    covered = {id(p) for part in strategies for p in part.parameters()}
-    return [
-        name
-        for name, p in module.named_parameters()
-        if p.requires_grad and id(p) not in covered and not (is_reduced(p) or _spans(p, axes, ctx))
-    ]
+    covered = {id(t) for part in strategies for t in (*part.parameters(), *part.buffers())}
+    return [name for name, t in named if id(t) not in covered and not _spans(t, axes, ctx)]
 
 
 def _spans(parameter: torch.Tensor, axes: Sequence[str], ctx: DistContext) -> bool:

@@ -26,7 +26,8 @@ def sync_batch_norm(module: M, ctx: DistContext, *, axis: str | Sequence[str] | 
     Source: Ioffe and Szegedy, "Batch Normalization", 2015; `torch.nn.SyncBatchNorm` on GPUs.
 
     Changes: in place, the class of each `BatchNorm1d/2d/3d` inside becomes a subclass of itself;
-    parameters, buffers and keys stay. Nothing with one rank.
+    parameters, buffers and keys stay. `copy.deepcopy` keeps it, as with torch's; a pickle does not.
+    Nothing with one rank.
     Collectives: none here; per call of a batch norm in training two all-reduces of 1x channels
     (one on GPUs), and one of 2x channels in its backward.
 

@@ -294,4 +294,4 @@ def name_samples(error: Exception, given: deque[BatchInfo], rank: int) -> None:
     if given and "while sample" not in str(error):
         # A worker may have died over any batch that it was asked for, also one ahead of its turn.
         asked = given if "exited unexpectedly" in str(error) else [given[0]]
-        at_sample(error, ", ".join(str(one) for batch in asked for one in batch.ids), rank)
+        at_sample(error, ", ".join(str(one) for batch in asked for one in batch.ids) or "(none: an empty batch)", rank)

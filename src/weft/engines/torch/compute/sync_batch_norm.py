@@ -22,7 +22,7 @@ from weft.errors import value_error
 
 
 class _NormGroup:
-    """The group of a module; a copy of the module has none and normalises alone."""
+    """The group of a module and of its copies, as in torch; one that was pickled has none and normalises alone."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -33,7 +33,7 @@ class _NormGroup:
         self.group = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _NormGroup:
-        return _NormGroup(None)
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _NormGroup, (None,)
@@ -85,6 +85,7 @@ _TWINS: Mapping[type[nn.Module], type[_OverRanks]] = MappingProxyType(
         nn.BatchNorm3d: SyncBatchNorm3d,
     }
 )
+_PLAIN: Mapping[type[nn.Module], type[nn.Module]] = MappingProxyType({twin: plain for plain, twin in _TWINS.items()})
 
 
 class Synchronized:
@@ -94,11 +95,11 @@ class Synchronized:
         self._removable = Removable()
         self._ranks = _NormGroup(group)
         for child in module.modules():
-            plain = _plain_class(child)
-            if plain is not None:
-                child.__dict__["weft_ranks"] = self._ranks
-                self._removable.add(partial(_put_back, child, plain))
-                child.__class__ = _TWINS[plain]
+            kind = _PLAIN.get(type(child), type(child))
+            if kind in _TWINS:
+                self._removable.add(partial(_put_back, child, type(child), vars(child).get("weft_ranks")))
+                vars(child)["weft_ranks"] = self._ranks
+                child.__class__ = _TWINS[kind]
 
     def undo(self) -> None:
         """Give every batch norm its class back."""
@@ -109,18 +110,12 @@ class Synchronized:
         self._ranks.release()
 
 
-def _plain_class(child: nn.Module) -> type[nn.Module] | None:
-    """The class of a batch norm to synchronize; of a copy of a synchronized one, its class before."""
-    kind = type(child)
-    if isinstance(child, _OverRanks):
-        alone = child.weft_ranks.group is None
-        return next(plain for plain, twin in _TWINS.items() if twin is kind) if alone else None
-    return kind if kind in _TWINS else None
-
-
-def _put_back(child: nn.Module, old: type[nn.Module]) -> None:
-    child.__class__ = old
-    del child.__dict__["weft_ranks"]
+def _put_back(child: nn.Module, kind: type[nn.Module], ranks: _NormGroup | None) -> None:
+    child.__class__ = kind
+    if ranks is None:
+        del vars(child)["weft_ranks"]
+    else:
+        vars(child)["weft_ranks"] = ranks
 
 
 class _BatchNormOverRanks(torch.autograd.Function):

@@ -132,12 +132,24 @@ class MicroBatches:
         self.parts = [_rows(inputs, rows, slice(i * rows // number, (i + 1) * rows // number)) for i in range(number)]
         self.key = (number, *((tuple(t.shape), t.dtype) for t in tensors(inputs)))
 
-    def together(self, numbers: Sequence[int]) -> Inputs:
+    def together(self, numbers: range) -> Inputs:
         """Several micro-batches, as one batch."""
         size = self._rows // len(self.parts)
-        if isinstance(numbers, range):
-            return _rows(self.whole, self._rows, slice(numbers.start * size, numbers.stop * size))
-        return _rows(self.whole, self._rows, [n * size + row for n in numbers for row in range(size)])
+        return _rows(self.whole, self._rows, slice(numbers.start * size, numbers.stop * size))
+
+    def ends(self, half: int | None = None) -> tuple[list[Inputs], Inputs]:
+        """The first and the last micro-batch, one by one and as one batch.
+
+        Args:
+            half: Of their rows take this half, counted modulo 2; where it would be odd, all of them: layers may look at
+                rows in pairs.
+        """
+        size = self._rows // len(self.parts)
+        few = size if half is None or size % 4 else size // 2
+        start = 0 if half is None else half * few % size
+        first, last = ([*range(end + start, end + start + few)] for end in (0, self._rows - size))
+        one, other, both = (_rows(self.whole, self._rows, rows) for rows in (first, last, first + last))
+        return [one, other], both
 
 
 def _check_rows(inputs: Inputs, rows: int, number: int) -> None:

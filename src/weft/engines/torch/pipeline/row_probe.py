@@ -86,7 +86,7 @@ class RowProbe:
         per stage. In the first call, those of `compute_whole`.
 
         Args:
-            batches: Of which the first and the last one are measured.
+            batches: Of which the first and the last one are measured; later, half of their rows.
             compute: What a stage gives for a batch and what it has received, with what the last layer has returned;
                 the last stage gives a `MicroBatchLoss`.
             compute_whole: The loss of all stages for a batch, if it can be had.
@@ -98,17 +98,34 @@ class RowProbe:
             ProbeFailed: On all ranks: they were given different batches.
         """
         self._watch.close()
-        last = len(batches.parts) - 1
-        if not self._is_due or not last:
+        if not self._is_due or len(batches.parts) == 1:
             return []
         _check_same_batch(batches.whole, group, device)
-        parts, whole = [batches.parts[0], batches.parts[last]], batches.together([0, last])
         quiet = self._quiet_everywhere(group, device) if self._is_due == 1 else None
+
+        def compare(half: int | None) -> list[float]:
+            runs = _Runs(self._module, self._borders, self._here, self._stages - 1, compute, is_sum=is_sum)
+            return self._compare(*batches.ends(half), runs, compute_whole, group, device, quiet)
+
+        worst = compare(None if self._is_due == 1 else self._is_due.bit_length())
+        if self._is_due > 1 and any(worst):  # as many labels may count in each micro-batch, but not in its halves
+            worst = compare(None)
+        return worst
+
+    def _compare(
+        self,
+        parts: list[Inputs],
+        whole: Inputs,
+        runs: _Runs,
+        compute_whole: Callable[[Inputs], MicroBatchLoss | None],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        quiet: set[int] | None,
+    ) -> list[float]:
         in_float32 = torch.autocast(device.type, enabled=False) if self._wide else contextlib.nullcontext()
         if self._wide:
             parts, whole = list(map(_in_float32, parts)), _in_float32(whole)
         with in_float32, measured(recompute=True), no_trace(self._module), zeros_filled(self._module), random_kept():
-            runs = _Runs(self._module, self._borders, self._here, self._stages - 1, compute, is_sum=is_sum)
             with hooks_off(self._module, lambda _, hook: id(hook) in self._quiet):
                 apart, together = runs.run(parts, together=False), runs.run([whole], together=True)
             found = [0.0] * (self._stages + 3)
