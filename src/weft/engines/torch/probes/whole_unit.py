@@ -279,30 +279,32 @@ class WholeUnits:
             ends = [a for a, _, _ in pairs]
             # What is used here and was computed before belongs to the graph of the step, which is to stay.
             options: dict[str, Any] = {"allow_unused": True, "retain_graph": True}
-            found = torch.autograd.grad(ends, [*ours, *self._other_leaves(ends, ours)], here, **options)[: len(ours)]
+            found: Sequence[Any] = torch.autograd.grad(ends, [*ours, *self._other_leaves(ends, ours)], here, **options)
             expected: Sequence[torch.Tensor | None] = [None] * len(theirs)
             if alone:
                 expected = torch.autograd.grad([b for b, _ in alone], theirs, [g for _, g in alone], **options)
         # Some gradients are zero but for rounding, as those of the biases of keys.
         norms = [0.0 if g is None else float(g.norm()) for g in expected]
         floor = 1e-2 * max(norms)
-        for place, ((here_one, whole, own), a, b) in enumerate(zip(inputs, found, expected, strict=True)):
+        for place, ((here_one, whole, own), a, b) in enumerate(zip(inputs, found[: len(ours)], expected, strict=True)):
             wanted = torch.zeros_like(whole) if b is None else b
             is_cut = isinstance(here_one, DTensor)
             if own and is_cut and (a is None or a.placements == here_one.placements):
                 # This rank's part is enough: the other ranks compare theirs.
                 wanted = local(cut_as(wanted, here_one))
-                ours = torch.zeros_like(wanted) if a is None else local(a)
-                yield Compared(f"this rank's part of the gradient of {own}", ours, wanted, max(floor, norms[place]))
+                here_part = torch.zeros_like(wanted) if a is None else local(a)
+                yield Compared(
+                    f"this rank's part of the gradient of {own}", here_part, wanted, max(floor, norms[place])
+                )
                 continue
-            ours = torch.zeros_like(whole) if a is None else full_tensor(a)
+            ours_whole = torch.zeros_like(whole) if a is None else full_tensor(a)
             if own and self._is_summed(name, own):
-                ours = ours.clone()
-                dist.all_reduce(ours, group=self.group)
+                ours_whole = ours_whole.clone()
+                dist.all_reduce(ours_whole, group=self.group)
             if place == 0 and not own and self._comes_split(name) and not is_cut:
                 wanted = self._part(wanted)
             fix = self._fix_of(name, own) if own and not is_cut else ""
-            yield Compared(f"the gradient of {own or f'argument {place}'}", ours, wanted, floor, LIMIT, fix)
+            yield Compared(f"the gradient of {own or f'argument {place}'}", ours_whole, wanted, floor, LIMIT, fix)
 
     def _other_leaves(self, ends: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Leaves besides those that are known, down to which a backward pass has to run on all ranks."""
