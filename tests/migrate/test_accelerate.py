@@ -336,7 +336,7 @@ def test_settings_in_a_dict_are_known_if_every_key_is(change, left):
         (
             "p",
             "h",
-            '"fp32" if p in (None, "no") else p), reduce={"fp16": torch.float16, "bf16": torch.bfloat16}.get(k)',
+            'named_policy(p), reduce={"fp16": torch.float16, "bf16": torch.bfloat16}.get(k)))\nelse:\n    model, ctx = ',
         ),
         ("None", "h", 'weft.Precision(reduce={"fp16": torch.float16, "bf16": torch.bfloat16}.get(k))'),
         (
