@@ -109,7 +109,7 @@ def save_state(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> str:
         raise Left("every rank has to call it, so move it out of the `if`; ")
     _check_state(draft, call)
     if not (step := _number(draft, call)):
-        raise Left("the number of a checkpoint is one that grows from save to save, as of optimizer steps; ")
+        raise Left("step has to grow from save to save: count the steps of the optimizer; ")
     draft.check(call, f"{step} is the number of the checkpoint: it has to grow from save to save; one folder per run")
     return f"weft.save({draft.state}, {code(updated.args[0].value)}, {step}, {draft.context_of(call)})"
 

@@ -101,7 +101,11 @@ class ScriptDraft:
 
     def expression(self, text: str, node: cst.CSTNode) -> Expression:
         """A new expression in the place of a node, in parentheses where what is around it would take it apart."""
-        new, around = cst.parse_expression(text), self.script.parents[node]
+        around = self.script.parents[node]
+        for outer in self.script.above(node):
+            if isinstance(outer, cst.FormattedString):  # before Python 3.12, on one line and with other quotes
+                text = " ".join(text.split()).translate(str.maketrans("\"'", "''" if '"' in outer.quote else '""'))
+        new = cst.parse_expression(text)
         free = isinstance(around, _FREE) and getattr(around, "func", None) is not node
         return self.importing(new if free else cst.parse_expression(operand(new)))
 

@@ -69,7 +69,7 @@ def translate(source: str, config: Mapping[str, Any] = MappingProxyType({})) -> 
     walk = Walk(draft)
     walk.find_parameters()
     for call in script.unfollowed:
-        draft.check(call, 'where its loader is given to weft.shard_data: uneven="empty"')
+        draft.check(call, 'for its loader: loader, ctx = weft.shard_data(loader, ctx, uneven="empty")')
     new = tree.visit(walk)
     uses = {node for node in script.parents if _is_use(script, node)}
     _list_rest(draft, new)
