@@ -332,17 +332,17 @@ def precision(draft: ScriptDraft, node: cst.CSTNode) -> Wish | None:
         value = here = cst.Name(draft.policy) if draft.policy else cst.SimpleString(f'"{policy}"')
     if value is not None and here is None:
         raise Left(f"mixed_precision is not known here: {draft.hint('mixed_precision')}; ")
-    names = {plain if dotted(each) == "None" else _text(each) for each in script.choices(value)} if value else {plain}
+    names = set(_names(script.choices(value), plain)) if value else {plain}
     changes = f"reduce={reduce}" if (reduce := _reduce(draft, node)) else ""
     otherwise = f"weft.Precision({changes})" if changes else ""
     if here is None or names == {plain}:
         return Wish(otherwise, name=plain) if changes else None
     text, whole, is_fp16 = code(here), operand(here), f'{operand(here)} == "fp16"'
     test = f'{whole} != "{plain}"' if draft.policy or "" not in names else f'{whole} not in (None, "no")'
-    if isinstance(here, cst.IfExp) and len(names - {plain, ""}) == 1 and len(names) == 2 and "" not in names:
-        [one] = [each for each in (here.body, here.orelse) if _text(each) in names - {plain}]
-        text, test = code(one), f"{'' if one is here.body else 'not '}{operand(here.test)}"
-        is_fp16 = test
+    kinds = _names([here.body, here.orelse], plain) if isinstance(here, cst.IfExp) else []
+    if isinstance(here, cst.IfExp) and plain in kinds and "" not in kinds:  # `"bf16" if args.bf16 else "no"`
+        text = code(here.orelse if kinds[0] == plain else here.body)
+        test = is_fp16 = f"{'not ' if kinds[0] == plain else ''}{operand(here.test)}"
     test = test if names & {plain, ""} else ""
     scales = (is_fp16 if len(names) > 1 or "" in names else "") if names & {"fp16", ""} else None
     scaler = draft.handler("GradScalerKwargs", node).items()
@@ -354,9 +354,10 @@ def precision(draft: ScriptDraft, node: cst.CSTNode) -> Wish | None:
     return Wish(policy, test, otherwise if test else "", scales, max(names) if len(names) == 1 else "")
 
 
-def _text(node: cst.CSTNode) -> str:
-    """What a literal says; empty for anything else."""
-    return str(literal(node)) if isinstance(node, cst.SimpleString) else ""
+def _names(values: Sequence[cst.CSTNode], plain: str) -> list[str]:
+    """What literals say; empty for anything else."""
+    texts = [str(literal(each)) if isinstance(each, cst.SimpleString) else "" for each in values]
+    return [plain if dotted(each) == "None" else text for each, text in zip(values, texts, strict=True)]
 
 
 def _under(test: str, lines: Sequence[str]) -> list[str]:

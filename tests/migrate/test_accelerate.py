@@ -765,6 +765,7 @@ def _run(text, **names):
         'None if not flag else "bf16"',
         '"bf16" if flag and\n    flag else "no"',
         '{True: "bf16", False: "no"}[flag]',
+        '"bf16" if flag else "bf16" if other else "no"',
         "pick(flag or False)",
     ],
 )
@@ -782,7 +783,9 @@ accelerator.backward(model(torch.ones(1, 2, dtype=model.weight.dtype)).sum())
     assert found.left == 0 and ("skip_nonfinite" in found.text) == precision.startswith(("pick", "{"))
     model = torch.nn.Linear(2, 2).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    names = _run(found.text, model=model, optimizer=optimizer, flag=flag, pick=lambda on: "bf16" if on else None)
+    names = _run(
+        found.text, model=model, optimizer=optimizer, flag=flag, other=False, pick=lambda on: "bf16" if on else None
+    )
     assert names["model"].weight.dtype == (torch.float32 if flag else torch.float64)
     assert names["product"].dtype == (torch.bfloat16 if flag else torch.float64)
     assert names["text"] == ("bf16 False" if flag else "no False") and set(names["same"]) == {"weight", "bias"}
@@ -958,6 +961,7 @@ def test_a_hint_has_the_steps_of_the_script():
     ("loop", "folder", "number"),
     [
         ("for x in loader:\n    n += 1\n    {}", "out", "n"),
+        ("for x in loader:\n    with lock:\n        run.n += 1\n    {}", "out", "run.n"),
         ("while n < 3:\n    for x in loader:\n        n += 1\n        if n % 2:\n            {}", "out", "n"),
         ("for epoch in tqdm(range(3)):\n    {}", "out", "epoch"),
         ("for n, x in enumerate(loader):\n    {}", "out", "n"),
