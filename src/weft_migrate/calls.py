@@ -32,7 +32,8 @@ def from_template(draft: ScriptDraft, rows: Sequence[Template] | None, node: cst
         if (fits and not arguments.spread) or releases:
             if name in script.library.remarks:
                 draft.check(node, script.library.remarks[name])
-            texts = {each: code(found[each]) if each in found else default for each, default in parameters.items()}
+            parts = {each for each in found if f"{{{each}}}." in text or isinstance(found[each], cst.GeneratorExp)}
+            texts = {**parameters, **{each: (operand if each in parts else code)(found[each]) for each in found}}
             absent = "|".join(each for each, given_text in texts.items() if not given_text)
             return re.sub(rf", (\w+=)?{{({absent})}}", "", text).format(ctx=ctx, **texts)
     text, parameters = rows[0]
@@ -41,12 +42,13 @@ def from_template(draft: ScriptDraft, rows: Sequence[Template] | None, node: cst
 
 def _backward(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
     (loss, *_), keywords, _ = given(updated)
-    steps = draft.setting("gradient_accumulation_steps")
-    text = operand(loss)
+    text, name = operand(loss), "gradient_accumulation_steps"
     if draft.loop_of(node):
         text = f"({text} * {draft.window}.share)"
-    elif steps is not None and code(steps) != "1":
-        text = f"({text} / {code(steps)})"
+    elif (steps := draft.setting(name)) is not None and code(steps) != "1":
+        if (here := draft.seen(name, node)) is None:
+            raise Left(otherwise=f"({text} / {name}).backward(): {draft.hint(name)}")
+        text = f"({text} / {operand(here)})"
     options = (f"{name}={code(value)}" for name, value in keywords.items() if name != "model")
     return f"{text}.backward({joined(*options)})"
 
@@ -57,14 +59,15 @@ def _autocast(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
         raise Left
     if draft.policy:
         return f"weft.precision.autocast({draft.policy}, {ctx})"
-    setting = draft.setting("mixed_precision")
-    if setting is not None and not isinstance(setting, cst.SimpleString) and dotted(setting) != "None":
-        wish = code(setting)
-        dtype = f'torch.float16 if {wish} == "fp16" else torch.bfloat16'
-        return f'torch.autocast({ctx}.device.type, {dtype}, enabled={wish} in ("fp16", "bf16"))'
-    policy = str(literal(cst.parse_expression(precision(draft)[0] or '""')) if setting is None else literal(setting))
-    kind = _DTYPES.get(policy.removesuffix("-true"))
-    return f"torch.autocast({ctx}.device.type, {kind})" if kind else "contextlib.nullcontext()"
+    wish = precision(draft, node)
+    dtype = _DTYPES.get(wish.name.removesuffix("-true"), "") if wish else ""
+    if wish is None or (wish.name and not dtype):
+        return "contextlib.nullcontext()"
+    dtype = dtype or ("torch.bfloat16" if wish.scales is None else "torch.float16")
+    if wish.scales and wish.scales != wish.test:
+        dtype += f" if {wish.scales} else torch.bfloat16"
+    enabled = wish.test and f"enabled={wish.test}"
+    return f"torch.autocast({joined(f'{ctx}.device.type', dtype, enabled)})"
 
 
 def _all_gather(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
@@ -126,7 +129,7 @@ def _profile(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
     if node.args:
         raise Left
     options: list[str] = []
-    for name, value in draft.handler("ProfileKwargs").items():
+    for name, value in draft.handler("ProfileKwargs", node).items():
         text, known = draft.text(value), literal(value)
         if name == "output_trace_dir":
             written = f'torch.profiler.tensorboard_trace_handler({text}, f"rank{{{draft.context_of(node)}.rank}}")'

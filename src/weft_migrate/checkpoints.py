@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import libcst as cst
 
 from weft_migrate.draft import Left, ScriptDraft
-from weft_migrate.script import Expression, code, dotted, given, inside, named, targets
+from weft_migrate.script import Expression, Script, code, dotted, elements, given, inside, named, targets
 
 
 def is_place_of_state(draft: ScriptDraft, node: cst.CSTNode) -> bool:
@@ -77,7 +78,7 @@ def lines_for_state(draft: ScriptDraft, call: cst.Call) -> str:
             lines.append(f"fabric.load returned what its dict has not; here, that is in {progress}")
         return "\n".join(lines)
     lines += [f"    {progress}[{name}] = {value}" for name, value in moved.items()]
-    step = next((name for word in ("step", "iter", "epoch") for name in numbers if word in name), "")
+    step = next(filter(_is_count, numbers), "")
     number = moved.get(step, f"{progress}[{step}]" if step else "step")
     lines += [f"    weft.save({draft.state}, {folder}, {number}, {ctx})  # the number grows; fresh=True begins anew"]
     return "\n".join(lines)
@@ -107,15 +108,58 @@ def save_state(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> str:
     if draft.guarded(call):
         raise Left("every rank has to call it, so move it out of the `if`; ")
     _check_state(draft, call)
-    folder = call.args[0].value
-    values = [folder, *_assigned_before(draft, call, dotted(folder))]
-    parts = [[each for each in inside(value) if isinstance(each, cst.FormattedStringExpression)] for value in values]
-    names = [[dotted(each.expression) for each in found] for found in parts]
-    loops = [each.target for each in draft.script.above(call) if isinstance(each, cst.For)]
-    step = next((found[-1] for found in names if found), "")  # as in f"{folder}/step_{step}"
-    step = step or next((dotted(target) for target in loops if dotted(target)), "") or "0"
+    if not (step := _number(draft, call)):
+        raise Left("step has to grow from save to save: count the steps of the optimizer; ")
     draft.check(call, f"{step} is the number of the checkpoint: it has to grow from save to save; one folder per run")
     return f"weft.save({draft.state}, {code(updated.args[0].value)}, {step}, {draft.context_of(call)})"
+
+
+def _number(draft: ScriptDraft, call: cst.Call) -> str:
+    """The number of a checkpoint: in the name of its folder, a counter of the loops around, or their only index."""
+    script, loops, folder = draft.script, _loops(draft.script, call), call.args[0].value
+    indices = [name for each in loops if (name := _index(each))]
+    within = list(inside(*loops[-1:]))
+    kept = {dotted(one) for n in within if isinstance(n, cst.Assign) for each in targets(n) for one in elements(each)}
+    counters = [dotted(n.target) for n in within if isinstance(n, cst.AugAssign) and _grows_with(script, n, call)]
+    values = [folder, *_assigned_before(draft, call, dotted(folder))]
+    parts = [each for value in values for each in inside(value) if isinstance(each, cst.FormattedStringExpression)]
+    names = [dotted(each.expression) for each in reversed(parts)]  # as in f"{folder}/step_{step}"
+    chosen = [name for name in names if name and (name in {*counters, *indices} or _is_count(name))]
+    chosen += sorted({*counters} - kept, key=_is_count, reverse=True) + (indices if len(loops) == 1 else [])
+    function = script.scope(call)
+    calls = script.calls_of(function) if function else []
+    again = loops or any(each is None or _loops(script, each) for each in calls)
+    return next(iter(chosen), "" if again else "0")
+
+
+def _is_count(name: str) -> bool:
+    return any(word in name.rpartition(".")[2] for word in ("step", "iter", "epoch"))
+
+
+def _loops(script: Script, node: cst.CSTNode) -> list[cst.For | cst.While]:
+    return [each for each in script.above(node) if isinstance(each, (cst.For, cst.While))]
+
+
+_COUNTED = re.compile(r"([\w.]*tqdm\()?([\w.]*\.)?(t?range|count|enumerate)\(")
+
+
+def _index(loop: cst.For | cst.While) -> str:
+    """The variable of a loop over numbers."""
+    is_counted = isinstance(loop, cst.For) and _COUNTED.match(code(loop.iter))
+    return dotted(elements(loop.target)[0]) if isinstance(loop, cst.For) and is_counted else ""
+
+
+def _grows_with(script: Script, add: cst.AugAssign, call: cst.Call) -> bool:
+    """Whether a counter grows by a number in each round in which a call is reached."""
+    blocks = [each for each in script.above(add) if isinstance(each, cst.BaseSuite)]
+    opened = [each for each in blocks if not isinstance(script.parents[each], cst.With) and not _syncs(script, each)]
+    is_counter = isinstance(add.operator, cst.AddAssign) and isinstance(add.value, cst.Integer)
+    return is_counter and opened[0] in script.above(call)
+
+
+def _syncs(script: Script, block: cst.CSTNode) -> bool:
+    around = script.parents[block]
+    return isinstance(around, cst.If) and script.method(around.test) == "sync_gradients"
 
 
 def _assigned_before(draft: ScriptDraft, node: cst.CSTNode, name: str) -> list[Expression]:

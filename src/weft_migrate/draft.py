@@ -8,10 +8,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import libcst as cst
 
-from weft_migrate.script import AccumulateLoop, Expression, Script, code, dotted, elements, inside, variables
+from weft_migrate.script import AccumulateLoop, Expression, Script, code, dotted, elements, operand, variables
 
 N = TypeVar("N", bound=cst.CSTNode)
 
+# Around these, any expression may stand as it is.
+_FREE = (
+    *(cst.Arg, cst.Assign, cst.AnnAssign, cst.AugAssign, cst.Expr, cst.Return, cst.WithItem, cst.If, cst.For),
+    *(cst.Index, cst.Element, cst.DictElement, cst.Decorator, cst.While, cst.Assert),
+)
 # What new code may use besides weft.
 _MODULES = frozenset(
     {"contextlib", "dataclasses", "functools", "gc", "importlib.util", "logging", "os", "safetensors.torch", "torch"}
@@ -94,9 +99,15 @@ class ScriptDraft:
         self.imports |= {module for module in _MODULES if module.partition(".")[0] in used}
         return new
 
-    def expression(self, text: str) -> Expression:
-        """A new expression."""
-        return self.importing(cst.parse_expression(text))
+    def expression(self, text: str, node: cst.CSTNode) -> Expression:
+        """A new expression in the place of a node, in parentheses where what is around it would take it apart."""
+        around = self.script.parents[node]
+        for outer in self.script.above(node):
+            if isinstance(outer, cst.FormattedString):  # before Python 3.12, on one line and with other quotes
+                text = " ".join(text.split()).translate(str.maketrans("\"'", "''" if '"' in outer.quote else '""'))
+        new = cst.parse_expression(text)
+        free = isinstance(around, _FREE) and getattr(around, "func", None) is not node
+        return self.importing(new if free else cst.parse_expression(operand(new)))
 
     def text(self, node: cst.CSTNode) -> str:
         """The text of a node, translated."""
@@ -119,7 +130,9 @@ class ScriptDraft:
 
     def hint(self, name: str | None, otherwise: str = "weft has no function of this name") -> str:
         """What to write instead of something of the library."""
-        return self.script.library.hints.get(name or "", otherwise)
+        steps = self.setting("gradient_accumulation_steps")
+        hint = self.script.library.hints.get(name or "", otherwise)
+        return hint.replace("steps=4", f"steps={code(steps)}") if steps else hint
 
     def context(self, holder: cst.CSTNode) -> str:
         """The context in the place of an accelerator."""
@@ -166,11 +179,15 @@ class ScriptDraft:
         """Whether a setting is the literal True."""
         return dotted(self.setting(name)) == "True"
 
-    def handler(self, kind: str) -> dict[str, Expression]:
-        """The arguments of the object of one kind in `kwargs_handlers`; none if there is no such."""
+    def handler(self, kind: str, node: cst.CSTNode) -> dict[str, Expression]:
+        """The arguments that a node sees of the object of one kind in `kwargs_handlers`; none if there is no such."""
         handlers = self.script.settings.get("kwargs_handlers")
         found = dict(map(self.script.made, elements(handlers and self.script.value(handlers))))
-        return found[kind].keywords if kind in found else {}
+        keywords = found[kind].keywords if kind in found else {}
+        for name, value in keywords.items():
+            if not self.script.sees(value, node):
+                self.check(node, f"{kind}: {name}={code(value)} is not known here, so not taken over")
+        return {name: value for name, value in keywords.items() if self.script.sees(value, node)}
 
     def setting_at(self, name: str, node: cst.CSTNode, default: str) -> str | None:
         """The text of a setting where a node stands: its value, or a new parameter of the function around.
@@ -183,51 +200,39 @@ class ScriptDraft:
         Returns:
             None if it cannot be decided.
         """
-        value = self.setting(name)
-        if value is None:
+        if self.setting(name) is None:
             return default if self.script.are_known else None
-        if self.sees(value, node):
-            return _text(name, value)
+        value = self.seen(name, node)
+        if value is None or name != "mixed_precision" or value is not self.setting(name):
+            return None if value is None else code(value)
+        own = all(isinstance(literal(each), str) and not dotted(each) for each in self.script.choices(value))
+        return '"no"' if dotted(value) == "None" else code(value) if own else f'{operand(value)} or "no"'
+
+    def seen(self, name: str, node: cst.CSTNode) -> Expression | None:
+        """The value of a setting where a node stands, or the new parameter that has it; None if there is no such."""
+        value = self.setting(name)
+        if value is None or self.script.sees(value, node):
+            return value
         around = [each for each in self.script.above(node) if isinstance(each, cst.FunctionDef)]
-        return name if around and self._add_parameter(around[-1], name, value) else None
+        return cst.Name(name) if around and self._add_parameter(around[-1], name) else None
 
-    def sees(self, value: Expression, node: cst.CSTNode) -> bool:
-        """Whether the names in an argument of the accelerator mean the same where a node stands."""
-        script = self.script
-        here = {None, script.scope(node), *script.above(node)}
-        names = {each for each in inside(value) if isinstance(each, cst.Name)} - set(script.late)
-        made = [each for each in (*script.constructors, *script.late) if value in inside(each)]
-        literal = all(each.value in ("True", "False", "None") for each in names)
-        return literal or any(script.scope(each) in here for each in made)
-
-    def _add_parameter(self, function: cst.FunctionDef, name: str, value: Expression) -> bool:
+    def _add_parameter(self, function: cst.FunctionDef, name: str) -> bool:
         """Give a function a parameter by keyword, and every call of it the value; False if a call does not see it."""
         script, has = self.script, function.params
-        uses = [n for n in script.parents if dotted(n).rpartition(".")[2] == function.name.value]
-        uses = [n for n in uses if n is not function.name and not isinstance(script.parents[n], cst.Attribute)]
-        uses = [use for use in uses if not self._becomes_foreign(use)]
-        calls = [call for use in uses if isinstance(call := script.parents[use], cst.Call) and call.func is use]
-        taken = name in script.used and name not in self.parameters.get(function, {})
-        plain = has.params and not (has.star_kwarg or has.kwonly_params or taken)
-        seen = len(calls) == len(uses) and all(call.args and self.sees(value, call) for call in calls)
-        if not plain or not isinstance(has.star_arg, cst.MaybeSentinel) or not seen:
+        if name in self.parameters.get(function, {}):
+            return True
+        calls = script.calls_of(function)
+        plain = has.params and not (has.star_kwarg or has.kwonly_params or name in script.used)
+        if not plain or not isinstance(has.star_arg, cst.MaybeSentinel) or not calls:
             return False
         self.parameters.setdefault(function, {})[name] = None
-        for call in calls:
-            self.arguments.setdefault(call, {})[name] = _text(name, value)
+        texts = {call: self.setting_at(name, call, "") for call in calls if call and call.args}
+        if len(texts) < len(calls) or not all(texts.values()):
+            del self.parameters[function][name]
+            return False
+        for call, text in texts.items():
+            self.arguments.setdefault(call, {})[name] = text or ""
         return True
-
-    def _becomes_foreign(self, use: cst.CSTNode) -> bool:
-        """Whether a function is replaced by one of the library there, as `get_dataloaders = mocked_dataloaders`."""
-        whole = self.script.parents.get(self.script.parents[use])
-        return isinstance(whole, cst.Assign) and dotted(whole.value) in self.script.imported
-
-
-def _text(name: str, value: Expression) -> str:
-    """The text of a setting; Accelerate reads None as the precision "no"."""
-    if name != "mixed_precision" or isinstance(value, cst.SimpleString):
-        return code(value)
-    return '"no"' if dotted(value) == "None" else f'{code(value)} or "no"'
 
 
 def literal(node: cst.CSTNode | None) -> Any:

@@ -9,7 +9,7 @@ import libcst as cst
 
 from weft_migrate.checkpoints import is_place_of_state, state_line
 from weft_migrate.draft import Left, ScriptDraft, literal
-from weft_migrate.script import Expression, code, dotted, elements, given, joined, named, parameters
+from weft_migrate.script import Expression, Script, code, dotted, elements, given, joined, named, operand, parameters
 from weft_migrate.strategies import MODEL_MAKERS, SETTINGS, Prepared, always, lost, model_lines
 
 
@@ -26,8 +26,8 @@ def construct(draft: ScriptDraft, call: cst.Call) -> str:
         if setting is not None and literal(setting) not in (True, False, None):
             hint = f'not a literal, so not taken over; weft.shard_data(loader, ctx, mode="{mode}")'
             draft.check(call, f"{mode}_batches: {hint}")
-    limits = draft.handler("InitProcessGroupKwargs")
-    options += [f"timeout_s=({code(limits['timeout'])}).total_seconds()"] if set(limits) == {"timeout"} else []
+    limits = draft.handler("InitProcessGroupKwargs", call)
+    options += [f"timeout_s={operand(limits['timeout'])}.total_seconds()"] if set(limits) == {"timeout"} else []
     options += [each.options for each in always(draft) if each.name == "start"]
     return f"weft.start({joined(*options)})"
 
@@ -36,11 +36,11 @@ def _option(draft: ScriptDraft, call: cst.Call, name: str, value: Expression) ->
     """The argument of `weft.start` for a setting; a remark about those that mean something else."""
     script, text = draft.script, code(value)
     if name == "cpu" and text != "False":
-        return 'device="cpu"' + (f" if {text} else None" if text != "True" else "")
+        return 'device="cpu"' + (f" if {operand(value)} else None" if text != "True" else "")
     if name == "accelerator" and isinstance(value, cst.SimpleString):
         return 'device="cpu"' if literal(value) == "cpu" else ""
     if name == "accelerator":
-        return f'device="cpu" if {text} == "cpu" else None'
+        return f'device="cpu" if {operand(value)} == "cpu" else None'
     for kind, made in map(script.made, elements(script.value(value))):
         if kind not in MODEL_MAKERS:
             lost(draft, call, kind, made)
@@ -108,7 +108,11 @@ def prepare(draft: ScriptDraft, node: cst.Assign, call: cst.Call) -> list[str]:
         for kind in ("model", "optimizer", "loader", "scheduler")
     )
     lines = model_lines(draft, Prepared(call, models, optimizers, ctx))
-    lines += [_loader(draft, name, value, ctx) for name, value in loaders.items()]
+    nodes = dict(zip(map(named, names), args, strict=True))
+    evaluated = {named(name) for name in names if script.place(name) in script.evaluated}
+    for name, value in loaders.items():
+        uneven = "empty" if name in evaluated else "balance" if _is_stream(script, nodes[name]) else ""
+        lines.append(_loader(draft, name, value, ctx, uneven))
     lines += [f"{name} = {value}" for name, value in schedulers.items() if name != value]
     draft.prepared |= found
     lines += _lengths(draft, node, list(loaders))
@@ -128,12 +132,23 @@ def _has_context(draft: ScriptDraft, node: cst.CSTNode, holder: Expression) -> b
     return made_here or "." in dotted(holder) or dotted(holder) in names
 
 
-def _loader(draft: ScriptDraft, name: str, text: str, ctx: str) -> str:
+def _loader(draft: ScriptDraft, name: str, text: str, ctx: str, uneven: str) -> str:
     options = ', mode="dispatch"' if draft.is_set("dispatch_batches") else ""
     options = ', mode="split"' if draft.is_set("split_batches") else options
-    if name in draft.script.evaluated:
-        options += ', uneven="empty"'
+    options += f', uneven="{uneven}"' if uneven else ""
     return f"{name}, {ctx} = weft.shard_data({text}, {ctx}{options})"
+
+
+def _is_stream(script: Script, node: cst.CSTNode) -> bool:
+    """Whether something is, or may be, an `IterableDataset` of a class of the script, or a loader of one."""
+    classes = {each.name.value: each.bases for each in script.every(cst.ClassDef)}
+    for made in script.choices(node):
+        name = dotted(made.func if isinstance(made, cst.Call) else made).rpartition(".")[2]
+        parts = [each.value for each in classes.get(name, ())]
+        parts += [each for each in (given(made).named("dataset").get("dataset"),) if each and name == "DataLoader"]
+        if name == "IterableDataset" or any(_is_stream(script, each) for each in parts):
+            return True
+    return False
 
 
 def _lengths(draft: ScriptDraft, node: cst.CSTNode, loaders: list[str]) -> list[str]:
@@ -151,7 +166,7 @@ def _lengths(draft: ScriptDraft, node: cst.CSTNode, loaders: list[str]) -> list[
 def _windows(draft: ScriptDraft, node: cst.CSTNode, found: set[str], ctx: str) -> list[str]:
     """The lines for the loops over what was prepared last."""
     lines: list[str] = []
-    script, steps = draft.script, draft.setting("gradient_accumulation_steps")
+    script, steps = draft.script, draft.seen("gradient_accumulation_steps", node)
     for loop in script.loops:
         needs = {loop.loader, *loop.models}
         if script.scope(loop.loop) is not script.scope(node) or not needs <= set(draft.prepared) or not needs & found:

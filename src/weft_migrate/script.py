@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import libcst as cst
-from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, PositionProvider
+from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, PositionProvider, Scope, ScopeProvider
 
 from weft_migrate.library import LibraryRows
 
 Expression = cst.BaseExpression
 N = TypeVar("N", bound=cst.CSTNode)
 M = TypeVar("M", bound=cst.CSTNode)
+Place = tuple[str, Scope | None]  # a variable or an attribute of one, and where it is bound
 
 # By the name of a variable, or of the function it comes from; the first that fits.
 ROLES = MappingProxyType(
@@ -30,6 +31,7 @@ ROLES = MappingProxyType(
         ),
     }
 )
+_PASSED_ON = ("enumerate", "tqdm", "tqdm.tqdm")
 
 
 class Given(NamedTuple):
@@ -73,10 +75,13 @@ def code(node: cst.CSTNode) -> str:
     return cst.Module([]).code_for_node(node)
 
 
+_WHOLE = (cst.Name, cst.Attribute, cst.Call, cst.Subscript, cst.BaseNumber, cst.SimpleString, cst.List, cst.ListComp)
+
+
 def operand(node: cst.CSTNode) -> str:
-    """The text of an expression, in parentheses if it is more than a name, an attribute, a call or a part."""
-    is_simple = isinstance(node, (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
-    return code(node) if is_simple else f"({code(node)})"
+    """The text of an expression as a part of another one: in parentheses if it may need them and has none."""
+    is_whole = isinstance(node, _WHOLE) or bool(getattr(node, "lpar", None))
+    return code(node) if is_whole else f"({code(node)})"
 
 
 def joined(*arguments: str) -> str:
@@ -160,6 +165,7 @@ class Script:
     library: LibraryRows
     where: Mapping[cst.CSTNode, CodeRange]
     parents: dict[cst.CSTNode, cst.CSTNode]  # of all nodes, in the order of the text
+    scopes: Mapping[cst.CSTNode, Scope | None]
     imported: dict[str, str] = field(default_factory=dict)  # local name -> name in the library
     modules: set[str] = field(default_factory=set)  # local names of the package and its modules
     holders: set[str] = field(default_factory=set)  # texts of the accelerators, as "accelerator" or "self.accelerator"
@@ -169,13 +175,16 @@ class Script:
     are_known: bool = True  # whether these are all
     late: set[cst.CSTNode] = field(default_factory=set)  # assignments that set them on an accelerator
     assigned: dict[str, list[Expression]] = field(default_factory=dict)  # what names are assigned, in order
+    values: dict[Place, list[Expression]] = field(default_factory=dict)  # the same, apart for each scope
     changed: set[str] = field(default_factory=set)  # names that also change in other ways
     uncertain: set[str] = field(default_factory=set)  # settings that only some constructors, or some runs, have
     taken: set[cst.CSTNode] = field(default_factory=set)  # calls whose results are settings, in every run
     loops: list[AccumulateLoop] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     wrapped: dict[str, str] = field(default_factory=dict)  # names of what the library returns, and their roles
-    evaluated: set[str] = field(default_factory=set)  # loaders whose batches are gathered
+    returned: set[Place] = field(default_factory=set)  # where they are
+    evaluated: set[Place] = field(default_factory=set)  # loaders whose batches are gathered
+    unfollowed: list[cst.Call] = field(default_factory=list)  # calls that gather batches of a loader that is not known
 
     def every(self, kind: type[N], *others: type[M]) -> Iterator[N | M]:
         """All nodes of a kind, or of two, in the order of the text."""
@@ -198,10 +207,55 @@ class Script:
             return self.imported[text]
         return text.rpartition(".")[2] if first in self.modules and rest else None
 
-    def _assignments(self, node: cst.CSTNode) -> list[Expression]:
-        """What a variable is assigned: in the function around a node, if it is there, or else anywhere."""
-        found = self.assigned.get(dotted(node), [])
-        return [each for each in found if self.scope(each) is self.scope(node)] or found
+    def place(self, node: cst.CSTNode, at: cst.CSTNode | None = None) -> Place:
+        """The variable that a text with names is, where it stands or where another node does."""
+        text = dotted(node)
+        root = text.partition(".")[0]
+        scope = self.scopes.get(at or node)
+        bound_in = next((each.scope for each in scope[root]), None) if scope else None
+        return text, bound_in.parent if bound_in and root == "self" else bound_in
+
+    def function(self, place: Place) -> cst.FunctionDef | None:
+        """The function of which a variable is a parameter."""
+        owner = getattr(place[1], "node", None)
+        return owner if isinstance(owner, cst.FunctionDef) and place[0] in parameters(owner) else None
+
+    def calls_of(self, function: cst.FunctionDef) -> list[cst.Call | None]:
+        """The calls of a function of the script; None for a use that is no call."""
+        uses = [n for n in self.parents if dotted(n).rpartition(".")[2] == function.name.value]
+        uses = [n for n in uses if n is not function.name and not isinstance(self.parents[n], cst.Attribute)]
+        lines = {use: self.parents.get(self.parents[use]) for use in uses}
+        # not where it is replaced by one of the library, as in `get_dataloaders = mocked_dataloaders`
+        uses = [
+            n for n in uses if not isinstance(line := lines[n], cst.Assign) or dotted(line.value) not in self.imported
+        ]
+        return [up if isinstance(up := self.parents[n], cst.Call) and up.func is n else None for n in uses]
+
+    def sees(self, value: Expression, node: cst.CSTNode) -> bool:
+        """Whether the names in an expression mean the same where a node stands."""
+        names = [each for each in inside(value) if isinstance(each, cst.Name) and each in self.parents]
+        names = [each for each in names if not is_part(each, self.parents[each])]
+        return all(self.place(each) == self.place(each, node) for each in names)
+
+    def origins(
+        self, source: Expression, through: Sequence[str] = (), seen: frozenset[Place] = frozenset()
+    ) -> set[Place]:
+        """The variables behind an expression: through other names, `skip_first_batches`, and calls of the function."""
+        node = iterated(self, source, through)
+        if isinstance(node, cst.IfExp):
+            return self.origins(node.body, through, seen) | self.origins(node.orelse, through, seen)
+        place, found = self.place(node), set[Place]()
+        function, values = self.function(place), list(self.values.get(place, []))
+        if place in seen or place in self.returned:
+            return found if place in seen else {place}
+        for call in self.calls_of(function) if function else ():
+            names = [each.name.value for each in function.params.params] if function else []
+            value = given(call).named(*names[names[:1] == ["self"] :]).get(place[0])
+            values += [value] if value else []
+            found |= set() if value else {("", None)}
+        for value in values:
+            found |= self.origins(value, through, seen | {place})
+        return found or {place}
 
     def last(self, name: str) -> Expression | None:
         """What a name is assigned last."""
@@ -209,25 +263,25 @@ class Script:
 
     def value(self, node: cst.CSTNode) -> cst.CSTNode:
         """What a variable is in every run: its only assignment, under no condition; else the node itself."""
-        name, found = dotted(node), self._assignments(node)
-        functions = [each for each in self.above(node) if isinstance(each, cst.FunctionDef)]
-        if len(found) != 1 or name in self.changed or any(name in parameters(each) for each in functions):
+        place = self.place(node)
+        found = self.values.get(place, [])
+        if len(found) != 1 or place[0] in self.changed or self.function(place):
             return node
         block = next((each for each in self.above(found[0]) if isinstance(each, cst.BaseSuite)), None)
         if block is None or block in self.above(node):
             return found[0]
-        kept = "." in name and isinstance(self.parents[block], cst.FunctionDef)  # self.plugin = ..., in __init__
+        kept = "." in place[0] and isinstance(self.parents[block], cst.FunctionDef)  # self.plugin = ..., in __init__
         return found[0] if kept else node
 
-    def choices(self, node: cst.CSTNode, seen: frozenset[str] = frozenset()) -> list[cst.CSTNode]:
+    def choices(self, node: cst.CSTNode, seen: frozenset[Place] = frozenset()) -> list[cst.CSTNode]:
         """All values that an expression may have; what cannot be followed is one of them."""
-        name, value = dotted(node), self.value(node)
+        place, value = self.place(node), self.value(node)
         if isinstance(value, cst.IfExp):
             return [*self.choices(value.body, seen), *self.choices(value.orelse, seen)]
-        found = self._assignments(node)
-        if not found or name in seen or name in self.changed:
+        found = self.values.get(place, [])
+        if not found or place in seen or place[0] in self.changed or self.function(place):
             return [value]
-        return [each for one in found for each in self.choices(one, seen | {name})]
+        return [each for one in found for each in self.choices(one, seen | {place})]
 
     def made(self, node: cst.CSTNode | None) -> tuple[str, Given]:
         """The name in the library, and the arguments, of the call that a value or a variable comes from."""
@@ -297,7 +351,8 @@ def find(tree: cst.Module, library: LibraryRows) -> Script:
     """Look through a script."""
     metadata = MetadataWrapper(tree, unsafe_skip_copy=True)
     parents, where = metadata.resolve(ParentNodeProvider), metadata.resolve(PositionProvider)
-    script = Script(library, where, {node: parents[node] for node in inside(tree) if node is not tree})
+    own = {node: parents[node] for node in inside(tree) if node is not tree}
+    script = Script(library, where, own, metadata.resolve(ScopeProvider))
     for node in script.every(cst.Import, cst.ImportFrom):
         names = {bound(alias): alias.evaluated_name for alias in aliases_of(library, node)}
         if isinstance(node, cst.ImportFrom):
@@ -315,7 +370,9 @@ def find(tree: cst.Module, library: LibraryRows) -> Script:
     script.loops = [loop for block in script.every(cst.With) if (loop := _loop(script, block))]
     for call in script.calls("gather_for_metrics"):
         around = next((each for each in script.above(call) if isinstance(each, cst.For)), None)
-        script.evaluated |= {_loader_of(script, _iterated(around.iter))} - {""} if around else set()
+        found = script.origins(around.iter, _PASSED_ON) if around else {("", None)}
+        script.evaluated |= found
+        script.unfollowed += [] if found <= script.returned else [call]
     return script
 
 
@@ -333,6 +390,8 @@ def _assigned(script: Script) -> None:
         for name in () if is_prepared else filter(None, map(dotted, targets(node))):
             script.assigned.setdefault(name, []).append(value)
             script.changed.add(name.rpartition(".")[0])
+        for target in () if is_prepared else filter(dotted, targets(node)):
+            script.values.setdefault(script.place(target), []).append(value)
     for call in script.every(cst.Call):
         owner, _, method = dotted(call.func).rpartition(".")
         script.changed |= {owner} if method in ("append", "extend", "insert", "update") else set()
@@ -383,6 +442,7 @@ def _settings(script: Script) -> None:
         whole = script.parents[call]
         bound_to = elements(targets(whole)[0]) if isinstance(whole, cst.Assign) else []
         script.wrapped |= {named(name): role or "" for name, role in zip(bound_to, script.roles(call), strict=False)}
+        script.returned |= set(map(script.place, filter(dotted, bound_to)))
 
 
 def _spread(script: Script, options: Expression) -> dict[str, Expression]:
@@ -408,21 +468,14 @@ def _spread(script: Script, options: Expression) -> dict[str, Expression]:
     return {name: value for name, (_, value) in zip(keys, pairs, strict=True)}
 
 
-def _iterated(source: Expression) -> Expression:
-    """What a loop iterates over, without `enumerate` and `tqdm`."""
-    while isinstance(source, cst.Call) and dotted(source.func) in ("enumerate", "tqdm", "tqdm.tqdm") and source.args:
+def iterated(script: Script, source: Expression, through: Sequence[str]) -> Expression:
+    """What a loop iterates over, without some functions, and `skip_first_batches`."""
+    while isinstance(source, cst.Call) and source.args:
+        name = script.method(source.func) or script.original(source.func)
+        if dotted(source.func) not in through and name != "skip_first_batches":
+            break
         source = source.args[0].value
     return source
-
-
-def _loader_of(script: Script, source: Expression) -> str:
-    """The loader behind what a loop iterates over."""
-    name, seen = dotted(source), set[str]()
-    while name not in seen and (value := script.last(name)):  # active = skip_first_batches(...)
-        seen.add(name)
-        skips = isinstance(value, cst.Call) and script.method(value.func) == "skip_first_batches"
-        name = dotted(given(value).args[0] if skips else value) or name
-    return name
 
 
 def _loop(script: Script, block: cst.With) -> AccumulateLoop | None:
@@ -434,13 +487,14 @@ def _loop(script: Script, block: cst.With) -> AccumulateLoop | None:
             is_accumulated = script.method(call.func) == "accumulate"
         case _:
             return None
-    if not is_accumulated or not isinstance(loop, cst.For) or loop.orelse:
+    if not is_accumulated or not isinstance(loop, cst.For):
         return None
     before = loop.body.body[: list(loop.body.body).index(block)]
     if any(isinstance(n, (cst.Break, cst.Continue)) for n in inside(*before, *lines)):
         return None  # they would leave the inner loop only
-    source, args = _iterated(loop.iter), given(call).args
-    loader = _loader_of(script, source)
+    source, args = iterated(script, loop.iter, _PASSED_ON), given(call).args
+    origins = [name for name, _ in script.origins(source)]
+    loader = origins[0] if len(origins) == 1 else ""
     models = tuple(dotted(each) for each in (elements(args[0]) if len(args) == 1 else args))
     known = loader and models and all(models) and script.has(block, "backward")
     return AccumulateLoop(loop, block, source, models, loader) if known else None

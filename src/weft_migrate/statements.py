@@ -122,6 +122,8 @@ def _start_trackers(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> li
         configs = "" if config is None else f"config={code(config)}"
         made = f"wandb.init({joined(f'project={run}', configs, passed)})"
         return [f"{draft.trackers} = [weft.monitoring.trackers.libraries.wandb({made})] if {ctx}.is_main else []"]
+    if folder is not None and not draft.script.sees(folder, call):
+        raise Left(otherwise=f"trackers = [weft.monitoring.tensorboard(folder)]: {code(folder)} is not known here")
     place = f"os.path.join({draft.text(folder)}, {run})" if folder is not None else run
     lines = [f"{draft.trackers} = [weft.monitoring.tensorboard({place})]"]
     if config is not None:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import libcst as cst
 
 from weft.cli.foreign.accelerate import calls_of
-from weft_migrate.draft import ScriptDraft, literal
-from weft_migrate.script import Expression, Given, code, dotted, elements, given, joined
+from weft_migrate.draft import Left, ScriptDraft, literal
+from weft_migrate.script import Expression, Given, code, dotted, elements, given, joined, operand
 
 _COMPRESSED = MappingProxyType({"FP16": "torch.float16", "BF16": "torch.bfloat16"})
 _SCALING = MappingProxyType(
@@ -98,10 +98,10 @@ def strategies(draft: ScriptDraft, node: cst.CSTNode | None = None) -> list[Bran
 def _tests(draft: ScriptDraft, value: Expression, choices: Sequence[cst.CSTNode]) -> list[str]:
     """The conditions under which a setting has each of its values; none where the script cannot ask for them."""
     script = draft.script
-    if not all(draft.sees(value, call) for call in script.prepares()):
+    if not all(draft.script.sees(value, call) for call in script.prepares()):
         return []
     if isinstance(value, cst.IfExp):
-        return [code(value.test), f"not ({code(value.test)})"] if len(choices) == 2 else []
+        return [operand(value.test), f"not {operand(value.test)}"] if len(choices) == 2 else []
     makers = [script.made(each)[0] for each in choices if isinstance(each, cst.Call)]
     if not dotted(value) or len(set(makers)) < len(makers):
         return []
@@ -249,22 +249,27 @@ def _to_paste(draft: ScriptDraft, of: Prepared) -> str:
 
 def _lines_of(draft: ScriptDraft, of: Prepared, transforms: Sequence[TransformCall]) -> list[str]:
     """The lines for one strategy."""
-    ctx, (policy, may_scale) = of.ctx, precision(draft)
+    ctx, wish = of.ctx, precision(draft, of.node)
     calls = [call for call in transforms if call.name != "start"]
-    if any('engine="deepspeed"' in call.options for call in calls) and policy == '"fp16"':
-        policy, may_scale = '"bf16"', False
+    if any('engine="deepspeed"' in call.options for call in calls) and wish and wish.name == "fp16":
+        wish = Wish('"bf16"')
         draft.check(of.node, "bf16: DeepSpeed cannot scale a loss that is not its own")
     if not any(call.name in _STRATEGIES for call in calls):
-        calls.append(TransformCall("replicate", _replicate_options(draft)))
+        calls.append(TransformCall("replicate", _replicate_options(draft, of.node)))
         calls.sort(key=lambda call: call.name == "compile")
     asked = any(draft.script.method(n) == "optimizer_step_was_skipped" for n in draft.script.parents)
-    skips = [f"{name}, {ctx} = weft.skip_nonfinite({name}, {ctx})" for name in of.optimizers if may_scale or asked]
+    scales = "" if asked else wish.scales if wish else None
+    skips = [f"{name}, {ctx} = weft.skip_nonfinite({name}, {ctx})" for name in of.optimizers if scales is not None]
+    skips = _under(scales or "", skips)
     lines = [f"{name} = {value}" for name, value in of.optimizers.items() if name != value]
     split: list[str] = []
     for n, (name, value) in enumerate(of.models.items()):
         given_now = value
-        if policy:
-            lines.append(f"{name}, {ctx} = weft.with_precision({value}, {ctx}, {policy})")
+        if wish:
+            lines += [f"{name} = {value}"] if wish.test and name != value else []
+            made = f"{name}, {ctx} = weft.with_precision({name if wish.test else value}, {ctx}, {{}})"
+            lines += _under(wish.test, [made.replace("{}", wish.policy)])
+            lines += ["else:", f"    {made.replace('{}', wish.otherwise)}"] if wish.otherwise else []
             given_now = name
         optimizers = list(of.optimizers)
         mine = [optimizers[n]] if len(of.models) == len(optimizers) else optimizers
@@ -291,39 +296,78 @@ def _line(draft: ScriptDraft, of: Prepared, call: TransformCall, names: Sequence
     return f"{', '.join(objects)}, {of.ctx} = weft.{function}({joined(value, *objects[1:], of.ctx, options)})"
 
 
-def _reduce(draft: ScriptDraft) -> str | None:
+def _reduce(draft: ScriptDraft, node: cst.CSTNode) -> str | None:
     """In which dtype the hook of DDP sends gradients, as text; a hook that is chosen at run time has its value."""
-    hook = draft.handler("DistributedDataParallelKwargs").get("comm_hook")
+    hook = draft.handler("DistributedDataParallelKwargs", node).get("comm_hook")
     kind, made = draft.script.made(hook)
     if kind == "DDPCommunicationHookType" and made.args:
         return f'{{"fp16": torch.float16, "bf16": torch.bfloat16}}.get({code(made.args[0])})'
     return _COMPRESSED.get(dotted(hook).rpartition(".")[2])
 
 
-def precision(draft: ScriptDraft) -> tuple[str | None, bool]:
-    """The policy as text, if there is one, and whether it may be fp16."""
-    if draft.script.is_fabric:
-        if draft.policy:
-            return draft.policy, True
-        policy = draft.script.library.precisions.get(str(literal(draft.script.settings.get("precision"))), "fp32")
-        return None if policy == "fp32" else f'"{policy}"', policy == "fp16"
-    setting, reduce = draft.setting("mixed_precision"), _reduce(draft)
-    changes = f"reduce={reduce}" if reduce else ""
-    if setting is None or literal(setting) == "no" or dotted(setting) == "None":
-        return (f"weft.Precision({changes})" if changes else None), False
-    text, is_literal = code(setting), isinstance(setting, cst.SimpleString)
-    text = text if is_literal else f'"fp32" if {text} in (None, "no") else {text}'
-    scaler = draft.handler("GradScalerKwargs").items()
+class Wish(NamedTuple):
+    """What a model is computed in.
+
+    Attributes:
+        policy: As text.
+        test: The text of the condition under which it is; empty for "in every run".
+        otherwise: The policy in other runs; empty for none.
+        scales: The condition under which it is fp16; empty for "in every run", None for "never".
+        name: Its name, if there is only one.
+    """
+
+    policy: str
+    test: str = ""
+    otherwise: str = ""
+    scales: str | None = None
+    name: str = ""
+
+
+def precision(draft: ScriptDraft, node: cst.CSTNode) -> Wish | None:
+    """What a model is computed in that is prepared at a node; None if it stays as it is."""
+    script, plain = draft.script, "fp32" if draft.script.is_fabric else "no"
+    value, here = draft.setting("mixed_precision"), draft.seen("mixed_precision", node)
+    if script.is_fabric:
+        policy = script.library.precisions.get(str(literal(script.settings.get("precision"))), plain)
+        value = here = cst.Name(draft.policy) if draft.policy else cst.SimpleString(f'"{policy}"')
+    if value is not None and here is None:
+        raise Left(f"mixed_precision is not known here: {draft.hint('mixed_precision')}; ")
+    names = set(_names(script.choices(value), plain)) if value else {plain}
+    changes = f"reduce={reduce}" if (reduce := _reduce(draft, node)) else ""
+    otherwise = f"weft.Precision({changes})" if changes else ""
+    if here is None or names == {plain}:
+        return Wish(otherwise, name=plain) if changes else None
+    text, whole, is_fp16 = code(here), operand(here), f'{operand(here)} == "fp16"'
+    test = f'{whole} != "{plain}"' if draft.policy or "" not in names else f'{whole} not in (None, "no")'
+    kinds = _names([here.body, here.orelse], plain) if isinstance(here, cst.IfExp) else []
+    if isinstance(here, cst.IfExp) and plain in kinds and "" not in kinds:  # `"bf16" if args.bf16 else "no"`
+        text = code(here.orelse if kinds[0] == plain else here.body)
+        test = is_fp16 = f"{'not ' if kinds[0] == plain else ''}{operand(here.test)}"
+    test = test if names & {plain, ""} else ""
+    scales = (is_fp16 if len(names) > 1 or "" in names else "") if names & {"fp16", ""} else None
+    scaler = draft.handler("GradScalerKwargs", node).items()
     scaling = joined(*(f"{_SCALING[name]}={code(value)}" for name, value in scaler if name in _SCALING))
-    if scaling and literal(setting) == "fp16":
-        changes = joined(changes, f"scaling=weft.precision.LossScaling({scaling})")
-    may_scale = not is_literal or literal(setting) == "fp16"
-    return f"dataclasses.replace(weft.precision.named_policy({text}), {changes})" if changes else text, may_scale
+    if scaling and scales is not None:
+        only = f" if {scales} else None" if scales else ""
+        changes = joined(changes, f"scaling=weft.precision.LossScaling({scaling}){only}")
+    policy = f"dataclasses.replace(weft.precision.named_policy({text}), {changes})" if changes else text
+    return Wish(policy, test, otherwise if test else "", scales, max(names) if len(names) == 1 else "")
 
 
-def _replicate_options(draft: ScriptDraft) -> str:
+def _names(values: Sequence[cst.CSTNode], plain: str) -> list[str]:
+    """What literals say; empty for anything else."""
+    texts = [str(literal(each)) if isinstance(each, cst.SimpleString) else "" for each in values]
+    return [plain if dotted(each) == "None" else text for each, text in zip(values, texts, strict=True)]
+
+
+def _under(test: str, lines: Sequence[str]) -> list[str]:
+    """Lines under a condition, if there is one."""
+    return [f"if {test}:", *(f"    {each}" for each in lines)] if test and lines else list(lines)
+
+
+def _replicate_options(draft: ScriptDraft, node: cst.CSTNode) -> str:
     rows, options = draft.script.library.replicate, list[str]()
-    for name, value in draft.handler("DistributedDataParallelKwargs").items():
+    for name, value in draft.handler("DistributedDataParallelKwargs", node).items():
         last = code(value).rpartition(".")[2]
         row = rows.get(f"{name}={last}", rows.get(f"{name}="))
         if row is None:

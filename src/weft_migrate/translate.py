@@ -56,7 +56,10 @@ def translate(source: str, config: Mapping[str, Any] = MappingProxyType({})) -> 
         <BLANKLINE>
     """
     compile(source, "script", "exec", dont_inherit=True)
-    tree = cst.parse_module(source)
+    try:
+        tree = cst.parse_module(source)
+    except cst.ParserSyntaxError as error:
+        raise SyntaxError(f"LibCST cannot read line {error.raw_line}: {error.message}") from error
     scripts = [find(tree, library) for library in LIBRARIES]
     script = max(scripts, key=_uses)
     if not _uses(script):
@@ -65,6 +68,8 @@ def translate(source: str, config: Mapping[str, Any] = MappingProxyType({})) -> 
     draft = ScriptDraft(script, config, ctx, state, trackers, window)
     walk = Walk(draft)
     walk.find_parameters()
+    for call in script.unfollowed:
+        draft.check(call, 'for its loader: loader, ctx = weft.shard_data(loader, ctx, uneven="empty")')
     new = tree.visit(walk)
     uses = {node for node in script.parents if _is_use(script, node)}
     _list_rest(draft, new)

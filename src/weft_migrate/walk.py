@@ -9,7 +9,7 @@ import libcst as cst
 from typing_extensions import override
 
 from weft_migrate.calls import CALLS, from_template
-from weft_migrate.draft import Left, ScriptDraft
+from weft_migrate.draft import Left, ScriptDraft, literal
 from weft_migrate.loops import is_after_backward, split_loop
 from weft_migrate.prepare import construct
 from weft_migrate.script import code, dotted, given, inside, is_part
@@ -17,7 +17,11 @@ from weft_migrate.statements import STATEMENTS, is_whole, statement
 from weft_migrate.strategies import MODEL_MAKERS, always, labels, strategies
 
 _DEFAULTS = MappingProxyType({"mixed_precision": '"no"', "gradient_accumulation_steps": "1"})
-_BINDING = (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation, cst.BooleanOperation)
+_NEEDS = MappingProxyType(
+    {**{name: name for name in _DEFAULTS}, "autocast": "mixed_precision", "backward": "gradient_accumulation_steps"}
+)
+_SUMMED = ("none", "sum")
+_UNREADABLE = "the new text would be no Python; "
 _PLUGINS = frozenset({"deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config"})
 _KINDS = MappingProxyType({"FSDP": "fully_shard", "DEEPSPEED": "zero_partition"})
 
@@ -41,9 +45,15 @@ class Walk(cst.CSTTransformer):
 
     def find_parameters(self) -> None:
         """Find the functions that need a setting as an argument, before any of their calls is left."""
-        for node in self.script.every(cst.Attribute):
-            if default := _DEFAULTS.get(self.script.method(node) or ""):
-                self.draft.setting_at(node.attr.value, node, default)
+        script, blocks = self.script, {loop.block for loop in self.script.loops}
+        for node in script.every(cst.Attribute):
+            name, call = script.method(node) or "", script.parents[node]
+            if name in script.library.prepares and isinstance(call, cst.Call):
+                self.draft.seen("mixed_precision", node) if "model" in script.roles(call) else None
+                if any(script.scope(loop.loop) is script.scope(call) for loop in script.loops):
+                    self.draft.seen("gradient_accumulation_steps", node)
+            elif name in _NEEDS and (name != "backward" or blocks.isdisjoint(script.above(node))):
+                self.draft.seen(_NEEDS[name], node)
 
     @override
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
@@ -52,11 +62,23 @@ class Walk(cst.CSTTransformer):
             return updated_node.with_changes(body=body, footer=[*lines, *updated_node.footer])
         if original_node in self.draft.labels:
             return cst.parse_expression(self.draft.labels[original_node])
-        new = super().on_leave(original_node, updated_node)
+        try:
+            new = super().on_leave(original_node, updated_node)
+        except (Left, cst.ParserSyntaxError) as error:
+            new = self._leave(original_node, error if isinstance(error, Left) else Left(_UNREADABLE))
         if isinstance(original_node, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
             single = [new] if isinstance(new, cst.CSTNode) else []
             self.draft.became[original_node] = list(new) if isinstance(new, cst.FlattenSentinel) else single
         return new
+
+    def _leave(self, node: cst.CSTNode, left: Left) -> cst.CSTNode:
+        """Leave a statement or an expression as it is, and list it."""
+        what = node.body[0] if isinstance(node, cst.SimpleStatementLine) else node
+        call = what.value if isinstance(what, (cst.Assign, cst.Expr)) else what
+        func = call.func if isinstance(call, cst.Call) else what
+        name = self.script.method(func) or self.script.original(func)
+        self.draft.left(what, left.before + self.draft.hint(name, left.otherwise))
+        return node
 
     # -- names and attributes ------------------------------------------------------------------------
 
@@ -85,10 +107,7 @@ class Walk(cst.CSTTransformer):
         new = self._attribute(original_node)
         if new is None:
             return self._annotation(original_node, updated_node)
-        if not isinstance(new, str):
-            return new
-        bound = " " in new and isinstance(self.script.parents[original_node], (*_BINDING, cst.Attribute))
-        return self.draft.expression(f"({new})" if bound else new)
+        return self.draft.expression(new, original_node) if isinstance(new, str) else new
 
     def _attribute(self, node: cst.Attribute) -> str | cst.CSTNode | None:
         """The text of an attribute that is not called; the node itself if it is left; None if it is no use."""
@@ -209,20 +228,16 @@ class Walk(cst.CSTTransformer):
         if self._is_part_of_more(node, method, imported):
             return updated
         name = method or imported or ""
-        try:
-            if imported in library.classes:
-                text = construct(draft, node)
-            elif imported in library.makers:
-                raise Left(otherwise=_of_maker(draft, name))
-            elif name in CALLS and (node.args or name in ("autocast", "profile")):
-                text = CALLS[name](draft, node, updated)
-            else:
-                rows = (library.methods if method else library.functions).get(name)
-                text = from_template(draft, rows, node, updated)
-        except Left as left:
-            draft.left(node, left.before + draft.hint(name, left.otherwise))
-            return node
-        return draft.expression(text)
+        if imported in library.classes:
+            text = construct(draft, node)
+        elif imported in library.makers:
+            raise Left(otherwise=_of_maker(draft, name))
+        elif name in CALLS and (node.args or name in ("autocast", "profile")):
+            text = CALLS[name](draft, node, updated)
+        else:
+            rows = (library.methods if method else library.functions).get(name)
+            text = from_template(draft, rows, node, updated)
+        return draft.expression(text, node)
 
     def _is_part_of_more(self, node: cst.Call, method: str | None, imported: str | None) -> bool:
         """Whether a call is translated as an attribute, with its statement, or with the settings it belongs to."""
@@ -255,6 +270,8 @@ class Walk(cst.CSTTransformer):
     def _other_call(self, node: cst.Call, updated: cst.Call) -> cst.BaseExpression:
         """`len` of a loader that is restored; messages of Accelerate's logger."""
         draft = self.draft
+        if "ignore_index" in (options := given(node).keywords) and literal(options.get("reduction")) not in _SUMMED:
+            draft.check(node, self.script.library.remarks["ignore_index"])
         counted = dotted(node.args[0].value) if dotted(node.func) == "len" and node.args else ""
         if counted in draft.lengths and draft.made.get(draft.state) in (None, self.script.scope(node)):
             return cst.Name(draft.lengths[counted])
@@ -276,12 +293,7 @@ class Walk(cst.CSTTransformer):
         [old], [new] = original_node.body, updated_node.body
         if not isinstance(old, (cst.Expr, cst.Assign)) or not isinstance(new, (cst.Expr, cst.Assign)):
             return updated_node
-        try:
-            lines = statement(self.draft, old, new)
-        except Left as left:
-            name = self.script.method(cst.ensure_type(old.value, cst.Call).func)
-            self.draft.left(old, left.before + self.draft.hint(name, left.otherwise))
-            return original_node
+        lines = statement(self.draft, old, new)
         if lines is None:
             return updated_node
         if not lines:
@@ -298,6 +310,10 @@ class Walk(cst.CSTTransformer):
         calls = [n for n in inside(original_node.test) if isinstance(n, cst.Call) and dotted(n.func) != "hasattr"]
         if gone and not calls and not original_node.orelse:
             return cst.RemoveFromParent()
+        match original_node.test:
+            case cst.UnaryOperation(cst.Not(), inner) if self.script.method(inner) == "sync_gradients":
+                gone = not original_node.orelse and is_after_backward(draft, original_node)
+                return cst.RemoveFromParent() if gone else updated_node
         if self.script.method(original_node.test) != "sync_gradients":
             return updated_node
         known = isinstance(body, cst.IndentedBlock) and not original_node.orelse

@@ -9,7 +9,9 @@ import pkgutil
 import re
 import subprocess
 import sys
+import unittest.mock
 
+import libcst
 import pytest
 import torch
 
@@ -336,7 +338,7 @@ def test_settings_in_a_dict_are_known_if_every_key_is(change, left):
         (
             "p",
             "h",
-            '"fp32" if p in (None, "no") else p), reduce={"fp16": torch.float16, "bf16": torch.bfloat16}.get(k)',
+            'named_policy(p), reduce={"fp16": torch.float16, "bf16": torch.bfloat16}.get(k)))\nelse:\n    model, ',
         ),
         ("None", "h", 'weft.Precision(reduce={"fp16": torch.float16, "bf16": torch.bfloat16}.get(k))'),
         (
@@ -745,6 +747,278 @@ def test_options_of_wandb_are_passed_on():
     assert found.left == 0 and "wandb.init(project='run', config=config, **{'name': name})" in found.text
 
 
+# -- settings where the script reads them --------------------------------------------------------------
+
+
+def _run(text, **names):
+    names |= {"torch": torch}
+    exec(text, names)
+    return names
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        '"bf16" if flag else "no"',
+        '"no" if not flag else "bf16"',
+        'None if not flag else "bf16"',
+        '"bf16" if flag and\n    flag else "no"',
+        '{True: "bf16", False: "no"}[flag]',
+        '"bf16" if flag else "bf16" if other else "no"',
+        "pick(flag or False)",
+    ],
+)
+def test_a_setting_may_be_any_expression_and_no_precision_converts_nothing(precision, flag):
+    found = translate(f"""\
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision={precision}, cpu=flag or True, gradient_accumulation_steps=1 if flag else 4)
+model, optimizer = accelerator.prepare(model, optimizer)
+with accelerator.autocast():
+    product = model.weight @ model.weight
+text = f"{{accelerator.mixed_precision}} {{accelerator.use_distributed!r}}"
+same = accelerator.unwrap_model(model if flag else None or model).state_dict()
+accelerator.backward(model(torch.ones(1, 2, dtype=model.weight.dtype)).sum())
+""")
+    assert found.left == 0 and ("skip_nonfinite" in found.text) == precision.startswith(("pick", "{"))
+    model = torch.nn.Linear(2, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = _run(
+        found.text, model=model, optimizer=optimizer, flag=flag, other=False, pick=lambda on: "bf16" if on else None
+    )
+    assert names["model"].weight.dtype == (torch.float32 if flag else torch.float64)
+    assert names["product"].dtype == (torch.bfloat16 if flag else torch.float64)
+    assert names["text"] == ("bf16 False" if flag else "no False") and set(names["same"]) == {"weight", "bias"}
+    assert names["model"].bias.grad.tolist() == ([1, 1] if flag else [0.25, 0.25])
+    assert "skip_nonfinite" not in str(weft.explain(names["ctx"]))
+    names["ctx"].close()
+
+
+def test_a_model_that_is_made_in_prepare_is_made_once():
+    found = translate(
+        "from accelerate import Accelerator\naccelerator = Accelerator(mixed_precision=p)\n"
+        "model, optimizer = accelerator.prepare(build_model(), optimizer)\n"
+    )
+    for policy in ("no", "bf16", "fp16"):
+        models = [torch.nn.Linear(2, 2)]
+        optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+        names = _run(found.text, p=policy, optimizer=optimizer, build_model=models.pop)
+        told = str(weft.explain(names["ctx"]))
+        assert ("with_precision" in told, "skip_nonfinite" in told) == (policy != "no", policy == "fp16")
+        names["ctx"].close()
+
+
+def test_a_function_gets_the_settings_that_it_does_not_see():
+    found = translate("""\
+from accelerate import Accelerator
+
+def product(model, accelerator):
+    with accelerator.autocast():
+        return model.weight @ model.weight
+
+def train(model, accelerator):
+    accelerator.backward(model(torch.ones(1, 2, dtype=model.weight.dtype)).sum())
+    return product(model, accelerator)
+
+def main(precision, steps):
+    accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=steps)
+    model = torch.nn.Linear(2, 2).double()
+    model = accelerator.prepare(model)
+    result = train(model, accelerator)
+    accelerator.end_training()
+    return result.dtype, model.bias.grad.tolist()
+""")
+    main = _run(found.text)["main"]
+    assert found.left == 0
+    assert main(None, 4) == (torch.float64, [0.25, 0.25]) and main("bf16", 1) == (torch.bfloat16, [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("before", "what"),
+    [
+        (
+            "def f(accelerator, precision=1):\n    with accelerator.autocast(): pass\nother = f\n",
+            "accelerator.autocast()",
+        ),
+        ("def f(accelerator, x):\n    accelerator.backward(x)\nother = f\n", "accelerator.backward(x)"),
+        ("def f(accelerator, m):\n    m = accelerator.prepare(model)\nother = f\n", "m = accelerator.prepare(model)"),
+    ],
+)
+def test_a_setting_that_a_function_cannot_see_is_not_written_into_it(before, what):
+    found = translate(f"""\
+from accelerate import Accelerator
+{before}
+def main(precision, steps):
+    accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=steps)
+    f(accelerator, 1)
+""")
+    assert [each.what for each in found.findings if each.left] == [what] and what in found.text
+    assert "precision not in" not in found.text and "steps" not in found.text.partition("def main")[0]
+
+
+def test_new_text_that_is_no_python_is_left(monkeypatch):
+    monkeypatch.setattr("weft_migrate.walk.from_template", lambda *_: "a b")
+    text, found = _body("x = accelerator.reduce(x)\n")
+    assert text == "x = accelerator.reduce(x)\n"
+    assert [(each.line, each.left) for each in found.findings] == [(5, True)]
+
+
+# -- loaders and loops, by the scope of their names ----------------------------------------------------
+
+_EVALUATION = """\
+from accelerate import Accelerator
+
+def evaluate(accelerator, loader):
+    return [row for x in loader for row in rows(accelerator, x)]
+
+def rows(accelerator, x):
+    return x.tolist()
+
+def score({}, accelerator):
+    seen = []
+    for x in {}:
+        seen += accelerator.gather_for_metrics(x).tolist()
+    return seen
+
+def main(loader, val_loader):
+    accelerator = Accelerator()
+    loader, val_loader = accelerator.prepare(loader, val_loader)
+    chosen = val_loader
+    seen = score({}, accelerator=accelerator)
+    return seen, [x.tolist() for x in loader]
+"""
+
+
+@pytest.mark.parametrize("call", ["chosen", "loader=chosen"])
+def test_a_loader_is_followed_into_the_function_that_gathers_its_batches(call):
+    found = translate(_EVALUATION.replace("{}", "loader", 2).replace("{}", call))
+    assert "    loader, ctx = weft.shard_data(loader, ctx)\n" in found.text
+    assert 'val_loader, ctx = weft.shard_data(val_loader, ctx, uneven="empty")' in found.text
+    assert not any("for its loader" in each.hint for each in found.findings)
+
+    def rows(ctx, text):
+        loaders = [torch.utils.data.DataLoader(range(n), batch_size=1) for n in (4, 5)]
+        return _run(text.replace("weft.start()", "given"), given=ctx)["main"](*loaders)[0]
+
+    for seen in run_ranks(rows, 2, found.text):
+        assert sorted(seen) == [0, 1, 2, 3, 4]
+
+
+def test_a_loader_that_cannot_be_followed_is_listed():
+    found = translate(_EVALUATION.replace("{}", "loader", 2).replace("{}", "**options"))
+    assert "uneven" not in found.text
+    [hint] = [each.hint for each in found.findings if "uneven" in each.hint]
+    assert hint == 'for its loader: loader, ctx = weft.shard_data(loader, ctx, uneven="empty")'
+
+
+_ALIASED = """\
+from accelerate import Accelerator
+accelerator = Accelerator(gradient_accumulation_steps=steps)
+model, optimizer, train_loader = accelerator.prepare(model, optimizer, train_loader)
+step = ends = 0
+accelerator.save_state(folder)
+accelerator.load_state(folder)
+for epoch in range(2):
+    if epoch:
+        batches = train_loader
+    else:
+        batches = accelerator.skip_first_batches(train_loader, 1)
+    for x in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        if not accelerator.sync_gradients:
+            continue
+        step += 1
+        if step == limit:
+            break
+        accelerator.save_state(folder)
+    else:
+        ends += 1
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize(("limit", "ends"), [(None, 2), (3, 1)])
+def test_a_loop_over_an_alias_of_its_loader_becomes_one_over_windows(limit, ends, tmp_path):
+    found = translate(_ALIASED)
+    assert found.left == 0 and "weft.save(state, folder, step, ctx)" in found.text
+    model = torch.nn.Linear(2, 1)
+    names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "folder": tmp_path / "run"}
+    loader = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=1)
+    names = _run(found.text, train_loader=loader, steps=4, limit=limit, **names)
+    assert (names["step"], names["ends"]) == (limit or 4, ends)
+
+
+def test_a_hint_has_the_steps_of_the_script():
+    found = translate(_ALIASED.replace("optimizer.zero_grad()", "break"))
+    hints = [each.hint for each in found.findings if each.what == "accelerator.accumulate(model)"]
+    assert "weft.accumulate_grads(model, loader, ctx, steps=steps)" in hints[0]
+
+
+@pytest.mark.parametrize(
+    ("loop", "folder", "number"),
+    [
+        ("for x in loader:\n    n += 1\n    {}", "out", "n"),
+        ("for x in loader:\n    with lock:\n        run.n += 1\n    {}", "out", "run.n"),
+        ("while n < 3:\n    for x in loader:\n        n += 1\n        if n % 2:\n            {}", "out", "n"),
+        ("for epoch in tqdm(range(3)):\n    {}", "out", "epoch"),
+        ("for n, x in enumerate(loader):\n    {}", "out", "n"),
+        ("for epoch in range(3):\n    for x in loader:\n        {}", "f'{args.out}/step_{n_step}'", "n_step"),
+        ("{}", "f'{args.out}/last'", "0"),
+        ("for x in loader:\n    {}", "out", None),
+        ("for epoch in range(3):\n    for n, x in enumerate(loader):\n        {}", "out", None),
+        ("for x in loader:\n    n = 0\n    n += 1\n    {}", "out", None),
+        ("for x in loader:\n    if bad:\n        n += 1\n    {}", "out", None),
+        ("for x in loader:\n    total += x\n    {}", "f'{args.out}/last'", None),
+    ],
+)
+def test_the_number_of_a_checkpoint_is_one_that_grows(loop, folder, number):
+    _, found = _body(f"accelerator.load_state('run')\n{loop.replace('{}', f'accelerator.save_state({folder})')}\n")
+    if number:
+        assert found.left == 0 and f"weft.save(state, {folder}, {number}, ctx)" in found.text
+    else:
+        assert f"accelerator.save_state({folder})" in found.text
+        assert next(each.hint for each in found.findings if each.left).startswith("step has to grow from save to save")
+
+
+_STREAM = """\
+from accelerate import Accelerator
+
+class Lines(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(10.0))
+
+class Packed(Lines):
+    pass
+
+dataset = Packed()
+loader = torch.utils.data.DataLoader(dataset, batch_size=2, drop_last={})
+accelerator = Accelerator()
+loader = accelerator.prepare(loader)
+seen = [x.tolist() for x in loader]
+"""
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_stream_of_the_script_runs_on_several_ranks(drop_last):
+    found = translate(_STREAM.replace("{}", str(drop_last)))
+
+    def lines(ctx, text):
+        return _run(text.replace("weft.start()", "given"), given=ctx)["seen"]
+
+    rows = sorted(x for seen in run_ranks(lines, 2, found.text) for batch in seen for x in batch)
+    assert rows == [float(n) for n in range(8 if drop_last else 10)]
+
+
+def test_a_mean_over_labels_that_count_is_listed():
+    _, found = _body("loss = F.cross_entropy(x, y, ignore_index=-100)\n")
+    assert ["weft.metrics.denominator(" in each.hint for each in found.findings] == [True]
+    _, found = _body("loss = F.cross_entropy(x, y, ignore_index=-100, reduction='sum')\n")
+    assert not found.findings
+
+
 # The others ask for the settings of other launchers, which are listed.
 @pytest.mark.parametrize(
     ("name", "share"), [("test_checkpointing", 0.85), ("test_performance", 0.85), ("test_metrics", 0.8)]
@@ -774,6 +1048,15 @@ def test_the_command_shows_a_diff_and_changes_nothing(tmp_path, capsys):
         b"ctx = weft.start()\r\n",
         b"accelerator.unknown()\r\n",
     ]
+
+
+def test_the_command_says_which_line_libcst_cannot_read(tmp_path, capsys, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text("from accelerate import Accelerator\n")
+    error = libcst.ParserSyntaxError("no such thing", lines=["x"], raw_line=7, raw_column=0)
+    monkeypatch.setattr("libcst.parse_module", unittest.mock.Mock(side_effect=error))
+    assert weft.cli.main(["migrate", str(script)]) == 2
+    assert "LibCST cannot read line 7: no such thing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

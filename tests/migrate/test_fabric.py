@@ -234,6 +234,20 @@ with fabric.autocast():
     names["ctx"].close()
 
 
+def test_full_precision_that_is_an_argument_converts_nothing():
+    found = translate(
+        "from lightning.fabric import Fabric\nfabric = Fabric(precision=precision)\n"
+        "model, optimizer = fabric.setup(model, optimizer)\n"
+    )
+    for precision, dtype in (("32-true", torch.float64), ("16-mixed", torch.float32)):
+        model = torch.nn.Linear(2, 2).double()
+        names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "precision": precision}
+        exec(found.text, names)
+        assert names["model"].weight.dtype == dtype
+        assert ("skip_nonfinite" in str(weft.explain(names["ctx"]))) == (precision == "16-mixed")
+        names["ctx"].close()
+
+
 def test_names_of_loggers_are_kept_and_more_is_listed():
     found = translate("""\
 from lightning.fabric import Fabric
