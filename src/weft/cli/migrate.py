@@ -51,11 +51,11 @@ def run(options: argparse.Namespace) -> int:
     if not found.uses:
         by_hand = "model, ctx = weft.replicate(model, ctx)  # https://torchweft.github.io/weft/first_steps.html"
         raise _refused(path, "no use of Accelerate or of Fabric", fix=by_hand)
+    if options.write:  # first: who reads what is printed may stop, as `head` does
+        path.write_bytes(found.text.encode("utf-8"))
     lines = source.splitlines(keepends=True), found.text.splitlines(keepends=True)
     sys.stdout.writelines(difflib.unified_diff(*lines, f"a/{path.name}", f"b/{path.name}"))
     print(_report(found), file=sys.stderr)  # noqa: T201
-    if options.write:
-        path.write_bytes(found.text.encode("utf-8"))
     return 1 if found.left else 0
 
 
