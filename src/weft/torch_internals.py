@@ -52,6 +52,7 @@ _MODULE = "torch.nn.modules.module:Module"
 _OPTIMIZER = "torch.optim.optimizer:Optimizer"
 PARAMETERS = Attribute(_MODULE, "_parameters", "every transform")
 BUFFERS = Attribute(_MODULE, "_buffers", "every transform")
+NON_PERSISTENT = Attribute(_MODULE, "_non_persistent_buffers_set", "strategies of modules with buffers")
 MODULES = Attribute(_MODULE, "_modules", "lists of experts")
 APPLY = Attribute(_MODULE, "_apply", "place; load_weights")
 CALL = Attribute(_MODULE, "_call_impl", "what is around the calls of a module")

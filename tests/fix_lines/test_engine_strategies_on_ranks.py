@@ -492,6 +492,51 @@ def _same_batches(ctx):
         assert torch.equal(weft.gather(names["rows"], ctx), rows) and line.startswith("loader, ctx")
 
 
+class _Sums(nn.Module):
+    """Sums and means of rows in buffers."""
+
+    def __init__(self, change=None):
+        super().__init__()
+        self.layer, self.change = nn.Linear(4, 4), change or (lambda **values: values)
+        self.register_buffer("sums", torch.zeros(4))
+        self.register_buffer("means", torch.zeros(4))
+        self.register_buffer("last", torch.zeros(2, 4))
+
+    def forward(self, x):
+        given = self.change(rows=x.detach().clone(), sums=x.detach().sum(0), mean=x.detach().mean(0))
+        self.sums += given["sums"]
+        self.means.lerp_(given["mean"], 0.1)
+        self.last = given["rows"]
+        return self.layer(x)
+
+
+def _buffers_of_own_rows(ctx):
+    batches = torch.arange(16.0).view(4, 4).split(2)
+
+    def buffers(change=None):
+        model, _ = weft.replicate(_Sums(change), ctx)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x in batches:
+            model(x.chunk(ctx.world_size)[ctx.rank]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.buffers())
+
+    def change(**values):
+        names = {"weft": weft, "ctx": ctx, **values}
+        exec(it.fix.replace("  # in forward, before the update", ""), names)
+        return names
+
+    with told("engines/torch/hooks/first_steps.py", "forward gives buffers of") as it:
+        buffers()
+    expected = _Sums()
+    for x in batches:
+        expected(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(buffers(change), list(expected.buffers()))
+
+
 def _other_weights(ctx):
     for strategy in (weft.replicate, zero):
         model, optimizer, _ = under(strategy, ctx)
@@ -580,7 +625,7 @@ def _not_called(ctx):
 
 
 def _first_steps(ctx):
-    each(ctx, _ddp_around, _same_batches, _other_weights, _not_cleared, _windows, _not_called)
+    each(ctx, _ddp_around, _same_batches, _buffers_of_own_rows, _other_weights, _not_cleared, _windows, _not_called)
 
 
 def test_first_steps():

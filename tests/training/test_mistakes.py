@@ -69,6 +69,29 @@ def loader_not_sharded(ctx, strategy):
     _train(model, _sgd(model), _loader(), weighed=False)
 
 
+class Codebook(nn.Module):
+    """A layer, and sums of its inputs in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("sums", torch.zeros(4))
+
+    def forward(self, x):
+        self.sums += x.detach().sum(0)
+        return self.layer(x)
+
+
+def buffer_of_own_rows(ctx, strategy):
+    model, ctx = strategy(Codebook(), ctx)
+    loader, ctx = weft.shard_data(DataLoader(torch.randn(16, 4), batch_size=2), ctx)
+    optimizer = _sgd(model)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def split_twice(ctx):
     data = _loader().dataset
     weft.shard_data(DataLoader(data, sampler=DistributedSampler(data, ctx.world_size, ctx.rank)), ctx)
@@ -734,6 +757,13 @@ CASES = [
     *MODEL_AXES,
     (loader_not_sharded, (weft.replicate,), UserWarning, "replicate: all 2 ranks compute the same batches"),
     (loader_not_sharded, (weft.fully_shard,), UserWarning, "fully_shard: all 2 ranks compute the same batches"),
+    (buffer_of_own_rows, (weft.replicate,), UserWarning, "replicate: forward gives buffers of Codebook other values"),
+    (
+        buffer_of_own_rows,
+        (weft.fully_shard,),
+        UserWarning,
+        "fully_shard: forward gives buffers of Codebook other values",
+    ),
     (split_twice, (), ValueError, "shard_data: this loader cannot be split over the ranks"),
     (
         order_from_entropy,

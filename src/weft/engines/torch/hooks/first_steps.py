@@ -1,7 +1,8 @@
 """Mistakes that are in a program from its first step on, and that raise nothing by themselves.
 
 They are looked for in the first steps: ranks that compute the same batches, weights that were changed on one rank,
-gradients that are never cleared, or are cleared or clipped within a window. What is found is compared at the store.
+buffers that forward changes on each rank alone, gradients that are never cleared, or are cleared or clipped within a
+window. What is found is compared at the store.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class FirstSteps:
         self._class_name = class_name
         self._peers = peers
         self._batches: list[str] = []
+        self._buffers: list[dict[str, int]] = []  # checksums, as forward passes have left them on this rank
         self._empty = 0  # windows without a backward pass on this rank
         self._seen = 0  # forward passes whose inputs were looked at
         self._kept_often = 0
@@ -94,7 +96,9 @@ class FirstSteps:
         if number == 1:
             self._compare_first({name: p for name, p in weights.items() if can_be_read(p)})
         elif number == _NUM_BATCHES and not self._peers.pretended:
-            everyone = self._peers.meet("batches of the first steps", self._batches)
+            told = self._peers.meet("batches of the first steps", [self._batches, self._buffers])
+            everyone, buffers = ([one[at] for one in told] for at in range(2))
+            self._compare_buffers(buffers)
             changes = len(set(self._batches)) == _NUM_BATCHES
             if changes and len(everyone) > 1 and all(one == everyone[0] for one in everyone):
                 self._warn(
@@ -104,6 +108,24 @@ class FirstSteps:
                     "loader, ctx = weft.shard_data(loader, ctx)  # without a loader: "
                     "rows = weft.data.split_between(rows, ctx)",
                 )
+
+    def note_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Forward passes have left these on this rank; the next one begins with those of the first rank."""
+        if len(self._buffers) < _NUM_BATCHES:
+            named = {name: buffer for name, buffer in buffers.items() if can_be_read(buffer)}
+            self._buffers.append(dict(zip(named, checksums(named.values()), strict=True)))
+
+    def _compare_buffers(self, everyone: list[list[dict[str, int]]]) -> None:
+        facts = [{(number, *one) for number, named in enumerate(told) for one in named.items()} for told in everyone]
+        wrong = sorted({name for _, name, _ in facts[0].union(*facts) - facts[0].intersection(*facts)})
+        if wrong and len(set(map(len, everyone))) == 1:
+            self._warn(
+                f"{self._what}: forward gives buffers of {self._class_name} other values on each rank",
+                f"{listed(wrong)}, in the first {_NUM_BATCHES} steps; the next forward pass has those of one rank",
+                "buffers that are updated with numbers of all ranks",
+                "sums = weft.reduce(sums, ctx)  # in forward, before the update; "
+                'mean = weft.reduce(mean, ctx, "mean"); rows = weft.gather(rows, ctx)',
+            )
 
     def compare_changed(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Weights were changed, and neither an optimizer nor a reduced backward pass was seen so far. Does not wait.

@@ -65,6 +65,17 @@ class SharedBuffers:
         module = self._module()
         return list(module.buffers()) if module is not None and self.shared else []
 
+    def own_rules(self) -> dict[str, torch.Tensor]:
+        """Those of which the program says how they change, by name: not the statistics of batch norms, nor caches."""
+        module = self._module()
+        return {
+            f"{prefix}.{name}".lstrip("."): buffer
+            for prefix, part in (() if module is None or not self.shared else module.named_modules())
+            if not isinstance(part, torch_internals.batch_norm.found)
+            for name, buffer in part.named_buffers(recurse=False)
+            if name not in torch_internals.NON_PERSISTENT.of(part)
+        }
+
     def broadcast(self, group: dist.ProcessGroup) -> None:
         """Give all ranks of a group the values of the first one."""
         if self.shared:
