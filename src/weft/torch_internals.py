@@ -42,6 +42,7 @@ TENSOR_HOOKS = Attribute("torch:Tensor", "_backward_hooks", "checks of hooks on 
 ACCUMULATE_HOOKS = Attribute("torch:Tensor", "_post_accumulate_grad_hooks", "checks of hooks on parameters")
 IS_PARAMETER = Attribute("torch.nn.parameter:Parameter", "_is_param", "parameters that another rank has")
 HOLDERS = Attribute("torch:Tensor", "_use_count", "rehearsals beside real runs")
+SPARSE_INDICES = Attribute("torch:Tensor", "_indices", "rehearsals of sparse gradients")
 SPARSE_VALUES = Attribute("torch:Tensor", "_values", "with_precision: fp16, sparse gradients")
 file_view = Private("torch.distributed.checkpoint.utils", "_create_file_view", "import_dcp: a part of a file")
 STORAGE_ADDRESS = Attribute("torch.storage:UntypedStorage", "_cdata", "what shares memory")

@@ -158,7 +158,11 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that a tensor of another class, such as a DTensor, is made of; else itself."""
+    """The tensors that a sparse one, or one of another class such as a DTensor, is made of; else itself."""
+    if tensor.layout is torch.sparse_coo:
+        yield torch_internals.SPARSE_INDICES.of(tensor)()
+        yield torch_internals.SPARSE_VALUES.of(tensor)()
+        return
     if _is_plain(tensor) or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
