@@ -144,7 +144,9 @@ def check_optimizer(what: str, optimizer: object, *, fix: str = "") -> None:
             f"{what}: this is not an optimizer",
             found=type(optimizer).__name__,
             expected="a torch.optim.Optimizer",
-            fix=fix or f"optimizer, ctx = weft.{what}(optimizer, ctx)",
+            fix='optimizer = weft.optimizers(model, {"*.bias": torch.optim.SGD, "*": torch.optim.AdamW}, ctx)'
+            if isinstance(optimizer, (list, tuple))
+            else fix or f"optimizer, ctx = weft.{what}(optimizer, ctx)",
         )
 
 

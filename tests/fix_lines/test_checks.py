@@ -45,6 +45,10 @@ def test_arguments(monkeypatch):
         with told("checks.py", "optimizer, ctx = weft.{what}(optimizer, ctx)") as it:
             weft.gather_step(_net(), ctx)
         it.run(optimizer=optimizer, ctx=ctx)
+        with told("checks.py", "optimizer, ctx = weft.{what}(optimizer, ctx)") as it:
+            weft.gather_step([torch.optim.SGD(model.parameters())], ctx)
+        optimizer = it.run(model=nn.Sequential(_net()), ctx=ctx, torch=torch)["optimizer"]
+        weft.gather_step(optimizer, ctx)
 
         with told("checks.py", "is unknown") as it:
             weft.gather_step(torch.optim.SGD(_net().parameters()), ctx, by="first")

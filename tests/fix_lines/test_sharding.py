@@ -86,9 +86,13 @@ def parameters_cannot_be_sharded(ctx):
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
     with told("sharding/shard_checks.py", "sparse gradients of") as it:
         weft.fully_shard(model, ctx)
-    trains(eval(it.fix.partition(", or ")[2], {"weft": weft, "model": model, "ctx": ctx})[0], x=words)
-    model = nn.Sequential(nn.Embedding(8, 4, sparse=False), nn.Linear(4, 4))
-    trains(weft.fully_shard(model, ctx)[0], x=words)
+    line, _, dense = it.fix.partition(" for each, and this for the rest of the model; or ")
+    own = eval(line, {"weft": weft, "embedding": model[0], "ctx": ctx})[1]
+    weft.fully_shard(model[1], own)
+    trains(model, torch.optim.SparseAdam(model[0].parameters()), torch.optim.Adam(model[1].parameters()), x=words)
+    assert dense == "sparse=False in these embeddings, and torch.optim.Adam in place of SparseAdam"
+    model, _ = weft.fully_shard(nn.Sequential(nn.Embedding(8, 4, sparse=False), nn.Linear(4, 4)), ctx)
+    trains(model, torch.optim.Adam(model.parameters()), x=words)
     model = net()
     handle = model[0].weight.register_hook(lambda gradient: gradient)
     with told("sharding/shard_checks.py", "type(module).__name__, named") as it:

@@ -284,6 +284,10 @@ def plans_are_wrong(ctx):
     assert it.fix == "leave '0' out of the plan: it stays whole on every rank"
     cut(embeds(max_norm=1.0), ctx, tokens(), plan={"1": "column", "3": "row"})
     with told("sharding/layers/tensor_checks.py", "cannot be cut as") as it:
+        weft.tensor_parallel(embeds(sparse=True), ctx, plan={"0": "vocab", "1": "column", "3": "row"})
+    assert it.fix.endswith(", or sparse=False, and Adam in place of SparseAdam")
+    cut(embeds(sparse=False), ctx, tokens(), plan={"0": "vocab", "1": "column", "3": "row"})
+    with told("sharding/layers/tensor_checks.py", "cannot be cut as") as it:
         weft.tensor_parallel(embeds(), ctx, plan={"0": "column", "1": "column", "3": "row"})
     cut(embeds(), ctx, tokens(), plan={"1": "column", "3": "row", **entries(f"{{{it.fix}}}")})
     fused = nn.ModuleDict({"qkv": nn.Linear(4, 12)})

@@ -168,6 +168,15 @@ def test_replicas_of_an_elastic_job():
         weft.replicate(nn.Linear(2, 2, dtype=torch.complex64), ctx)
 
 
+def test_sparse_gradients_in_a_flat_buffer():
+    model = nn.Embedding(4, 2, sparse=True)
+    with told("transforms/replicate.py", "flat=True makes gradients dense") as it:
+        weft.replicate(model, weft.local(), flat=True)
+    model = it.run(model=model, ctx=weft.local())["model"]
+    model(torch.arange(4)).sum().backward()
+    torch.optim.SparseAdam(model.parameters()).step()
+
+
 # -- skip_nonfinite, step_in_backward ----------------------------------------------------------------
 
 

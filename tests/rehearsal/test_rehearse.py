@@ -520,6 +520,28 @@ def speech(ctx):
     return step
 
 
+def with_sparse_gradients(ctx):
+    table, head = nn.Embedding(64, 4, sparse=True), nn.Linear(4, 1)
+    table, ctx = weft.replicate(table, ctx)
+    head, ctx = weft.replicate(head, ctx)
+    optimizers = torch.optim.SparseAdam(table.parameters()), torch.optim.Adam(head.parameters())
+
+    def step():
+        chosen = table(torch.arange(6)).argmax(-1)
+        (head(table(chosen)).sum() + torch.bincount(chosen, minlength=4).sum()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def test_sparse_gradients_are_rehearsed_and_sent_as_whole_tables_at_most():
+    found = weft.rehearse(with_sparse_gradients, 4)
+    assert found.at_rest.optimizer == 2 * 4 * (64 * 4 + 5) + 2 * 4  # moments, and steps of Adam
+    assert [(each.kind, each.bytes) for each in found.messages] == [("all_reduce", 4 * (64 * 4 + 5))]
+
+
 def test_known_lengths_decide_sizes_as_in_a_real_run():
     assert_rehearsed(speech, 2, only=[1])
 

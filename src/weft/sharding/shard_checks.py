@@ -89,7 +89,8 @@ def check_parameters(what: str, module: nn.Module, plan: UnitPlan) -> None:
             f"{what}: sparse gradients of {type(module).__name__} cannot be sharded",
             found=f"{listed(sparse)}, of embeddings with sparse=True",
             expected="dense gradients: torch's FSDP2 knows no others",
-            fix="sparse=False in these embeddings, or weft.replicate(model, ctx)",
+            fix="weft.replicate(embedding, ctx) for each, and this for the rest of the model; or sparse=False in these "
+            "embeddings, and torch.optim.Adam in place of SparseAdam",
         )
     named = {name: p for name, p in module.named_parameters() if name in plan.unit_of}
     fix = "remove the hooks, or weft.fully_shard(..., ignored=...) the modules that own them"

@@ -104,7 +104,7 @@ def replicate(
         ContextError: There is no such axis, a data axis is left out, or the ranks pass different models or options.
         ContractError: A parameter is cut over ranks that are no axis of the context.
         ValueError: An option is out of range, or the module lies on another device; or `compress` with `flat=True`,
-            with `Precision(reduce=...)`, with sparse gradients, or over several axes.
+            with `Precision(reduce=...)`, with sparse gradients, or over several axes; or `flat=True` with sparse ones.
         TypeError: `compress` is neither.
         PeerError: Another rank failed.
 
@@ -139,8 +139,8 @@ def replicate(
         stacked = partial(stacked_over, ctx=ctx, axis=wide[0])
         compress = PowerSgdHook(compress, sub.rank, sub.world_size, stacked)
     kept: list[object] = [compress] if isinstance(compress, Stateful) else []  # for checkpoints
-    if flat and sub.world_size > 1:
-        _check_flat(module, found, names)
+    if flat:
+        _check_flat(module, found, names if sub.world_size > 1 else ())
     options = replace(options, compress=compress)
     reduced = reduce_module(module, found, ctx, names, options, {"compress": wire})
     ctx = ctx.offering(*kept) if reduced is None else ctx.offering(reduced, *kept)
@@ -200,11 +200,18 @@ def _check_elastic(module: nn.Module, *, flat: bool, compress: bool) -> None:
 
 
 def _check_flat(module: nn.Module, found: Mapping[str, Layout], names: Sequence[str]) -> None:
+    if sparse := sparse_gradients(module):
+        raise value_error(
+            "replicate: flat=True makes gradients dense",
+            found=f"sparse gradients of {listed(sparse)}",
+            expected="dense gradients: SparseAdam steps on no others, and another optimizer on all rows",
+            fix="model, ctx = weft.replicate(model, ctx)",
+        )
     usual = set(names)
     apart = [
         name
         for name, p in module.named_parameters()
-        if is_sharded(p) or not usual.issuperset(found[name].reduce_over) or set(found[name].cut) & usual
+        if names and (is_sharded(p) or not usual.issuperset(found[name].reduce_over) or set(found[name].cut) & usual)
     ]
     if apart:
         raise value_error(

@@ -132,6 +132,7 @@ def _check_kind(name: str, part: nn.Module, style: Any, attentions: Iterable[nn.
         found=f"{type(part).__name__}{f' with {listed(asked)}' if asked else ''}",
         expected=f"{wanted}{' without these options, which need the whole table' if asked else ''}",
         fix=f"leave {name!r} out of the plan: it stays whole on every rank"
+        + (", or sparse=False, and Adam in place of SparseAdam" if special["sparse"] else "")
         if asked or not isinstance(part, nn.Embedding)
         else f'"{name}": "vocab"',
     )
