@@ -98,7 +98,7 @@ def test_a_script_without_a_guard_does_not_run_again(tmp_path):
 
 
 def _fails(how, folder=None):
-    with weft.start(device="cpu", timeout_s=60) as ctx:
+    with weft.start(device="cpu", timeout_s=600) as ctx:
         if folder is not None:
             pathlib.Path(folder, f"{ctx.rank}").write_text(str(os.getpid()))
         if ctx.rank == 1:
@@ -128,7 +128,7 @@ def test_the_exception_of_the_rank_that_failed_is_raised_here(tmp_path, capfd):
     started = time.monotonic()
     with pytest.raises(Refused, match="the data of rank 1 is bad") as caught:
         weft.launch_function(_fails, 2, "raise", str(tmp_path))
-    assert time.monotonic() - started < 40 and caught.value.rank == 1
+    assert time.monotonic() - started < 300 and caught.value.rank == 1  # and not only after `timeout_s`
     cause = str(caught.value.__cause__)
     assert re.search(r'Traceback (.|\n)*test_launch_function.py", line \d+, in _fails(.|\n)*Refused: ', cause), cause
     assert "runpy" not in cause and "ranks.py" not in cause and 'callee.py"' not in cause.replace(__file__, "")
