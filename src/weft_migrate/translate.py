@@ -99,7 +99,8 @@ def _list_rest(draft: ScriptDraft, new: cst.Module) -> None:
     script = draft.script
     made = {name for n in inside(new) if isinstance(n, (cst.Assign, cst.AnnAssign)) for name in map(dotted, targets(n))}
     made |= {n.name.value for n in inside(new) if isinstance(n, (cst.FunctionDef, cst.ClassDef))}
-    names = {*script.imported, *script.modules, *(set(script.assigned) - made)}
+    assigned = {name for name, _ in script.values}
+    names = {*script.imported, *script.modules, *(assigned - made)}
     stayed = set(inside(*draft.stayed))
     for line, became in draft.became.items():
         now = {name for each in became for part in _head(each) for name in variables(part)}
@@ -111,7 +112,7 @@ def _list_rest(draft: ScriptDraft, new: cst.Module) -> None:
                 name = script.imported.get(last, last)
                 draft.left(whole, draft.hint(name, f"{name} is not there without {script.library.name}"))
     read = {dotted(n) for n in inside(new) if isinstance(n, cst.Attribute)}
-    roots = {*script.assigned, *(each.name.value for each in script.every(cst.Param))}
+    roots = assigned | {each.name.value for each in script.every(cst.Param)}
     roots -= script.holders | set(script.wrapped)
     for argument in [each.value for each in script.every(cst.Arg) if isinstance(each.value, cst.Attribute)]:
         if dotted(argument.value) in roots and dotted(argument) not in read:
