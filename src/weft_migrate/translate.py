@@ -60,9 +60,9 @@ def translate(source: str, config: Mapping[str, Any] = MappingProxyType({})) -> 
         tree = cst.parse_module(source)
     except cst.ParserSyntaxError as error:
         raise SyntaxError(f"LibCST cannot read line {error.raw_line}: {error.message}") from error
-    scripts = [find(tree, library) for library in LIBRARIES]
-    script = max(scripts, key=_uses)
-    if not _uses(script):
+    found_uses = [(script, _uses(script)) for script in (find(tree, library) for library in LIBRARIES)]
+    script, uses = max(found_uses, key=lambda pair: len(pair[1]))
+    if not uses:
         return Translation(source, [], 0, 0, script.library.name)
     ctx, state, trackers, window = map(script.fresh, ("ctx", "state", "trackers", "window"))
     draft = ScriptDraft(script, config, ctx, state, trackers, window)
@@ -71,7 +71,6 @@ def translate(source: str, config: Mapping[str, Any] = MappingProxyType({})) -> 
     for call in script.unfollowed:
         draft.check(call, 'for its loader: loader, ctx = weft.shard_data(loader, ctx, uneven="empty")')
     new = tree.visit(walk)
-    uses = {node for node in script.parents if _is_use(script, node)}
     _list_rest(draft, new)
     rest = {each for each in draft.stayed if uses.isdisjoint([*inside(each), *script.above(each)])}
     new = new.visit(_Imports(script, variables(new), draft.imports - _imported(tree)))
@@ -79,9 +78,9 @@ def translate(source: str, config: Mapping[str, Any] = MappingProxyType({})) -> 
     return Translation(new.code, findings, len(uses | rest), sum(each.left for each in findings), script.library.name)
 
 
-def _uses(script: Script) -> int:
-    """How often a script uses the library."""
-    return sum(_is_use(script, node) for node in script.parents)
+def _uses(script: Script) -> set[cst.CSTNode]:
+    """Where a script uses the library."""
+    return {node for node in script.parents if _is_use(script, node)}
 
 
 def _is_use(script: Script, node: cst.CSTNode) -> bool:
