@@ -75,7 +75,7 @@ def _all_gather(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
     found = arguments.named("data")
     if set(found) != {"data"} or arguments.spread or len(arguments.args) > 1:
         raise Left
-    draft.check(node, "a new first dimension, of ranks; for rows of a batch: weft.gather(x, ctx)")
+    draft.check(node, draft.script.library.remarks["all_gather"])
     return f"weft.gather({_stacked(draft, found['data'], node.args[0].value)}, {draft.context_of(node)})"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import libcst as cst
 
 from weft_migrate.draft import Left, ScriptDraft
-from weft_migrate.script import Expression, Script, code, dotted, elements, given, inside, named, targets
+from weft_migrate.script import Script, code, dotted, elements, given, inside, named, targets
 
 
 def is_place_of_state(draft: ScriptDraft, node: cst.CSTNode) -> bool:
@@ -17,7 +17,7 @@ def is_place_of_state(draft: ScriptDraft, node: cst.CSTNode) -> bool:
     if not any(script.calls("save_state", "load_state")):
         return False
     here = script.scope(node)
-    others = [*script.prepares(), *script.calls("register_for_checkpointing")]
+    others = script.calls(*script.library.prepares, "register_for_checkpointing")
     lines = [script.line(each) for each in others if script.scope(each) is here]
     branch = next((each for each in script.above(node) if isinstance(each, cst.If)), node)
     last = max(lines, default=script.line(node))
@@ -121,7 +121,8 @@ def _number(draft: ScriptDraft, call: cst.Call) -> str:
     within = list(inside(*loops[-1:]))
     kept = {dotted(one) for n in within if isinstance(n, cst.Assign) for each in targets(n) for one in elements(each)}
     counters = [dotted(n.target) for n in within if isinstance(n, cst.AugAssign) and _grows_with(script, n, call)]
-    values = [folder, *_assigned_before(draft, call, dotted(folder))]
+    before = [each for each in script.values.get(script.place(folder), []) if script.line(each) < script.line(call)]
+    values = [folder, *reversed(before)]
     parts = [each for value in values for each in inside(value) if isinstance(each, cst.FormattedStringExpression)]
     names = [dotted(each.expression) for each in reversed(parts)]  # as in f"{folder}/step_{step}"
     chosen = [name for name in names if name and (name in {*counters, *indices} or _is_count(name))]
@@ -160,14 +161,6 @@ def _grows_with(script: Script, add: cst.AugAssign, call: cst.Call) -> bool:
 def _syncs(script: Script, block: cst.CSTNode) -> bool:
     around = script.parents[block]
     return isinstance(around, cst.If) and script.method(around.test) == "sync_gradients"
-
-
-def _assigned_before(draft: ScriptDraft, node: cst.CSTNode, name: str) -> list[Expression]:
-    """What a variable was assigned before a call, the last one first."""
-    script = draft.script
-    found = [n for n in script.every(cst.Assign) if script.scope(n) is script.scope(node)]
-    found = [n for n in found if name and name in map(dotted, targets(n)) and script.line(n) < script.line(node)]
-    return [n.value for n in reversed(found)]
 
 
 def load_state(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> str:

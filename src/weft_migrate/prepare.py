@@ -9,7 +9,7 @@ import libcst as cst
 
 from weft_migrate.checkpoints import is_place_of_state, state_line
 from weft_migrate.draft import Left, ScriptDraft, literal
-from weft_migrate.script import Expression, Script, code, dotted, elements, given, joined, named, operand, parameters
+from weft_migrate.script import Expression, Script, code, dotted, elements, given, joined, named, operand
 from weft_migrate.strategies import MODEL_MAKERS, SETTINGS, Prepared, always, lost, model_lines
 
 
@@ -58,8 +58,21 @@ def _option(draft: ScriptDraft, call: cst.Call, name: str, value: Expression) ->
     return ""
 
 
-def tracker_lines(draft: ScriptDraft, call: cst.Call) -> list[str]:
-    """The loggers of Fabric as a list of trackers; none if one of them is of another kind."""
+def setting_lines(draft: ScriptDraft, call: cst.Call) -> list[str]:
+    """The policy and the trackers that are made with the context, for the settings of Fabric."""
+    lines: list[str] = []
+    if policy := _policy(draft):
+        draft.policy = draft.script.fresh("policy")
+        draft.make(draft.policy, call)
+        lines.append(f"{draft.policy} = {policy}")
+    if trackers := _trackers(draft, call):
+        draft.make(draft.trackers, call)
+        lines.append(f"{draft.trackers} = [{', '.join(trackers)}]")
+    return lines
+
+
+def _trackers(draft: ScriptDraft, call: cst.Call) -> list[str]:
+    """The loggers of Fabric as trackers; none if one of them is of another kind."""
     script, texts = draft.script, list[str]()
     loggers = script.settings.get("loggers")
     for kind, arguments in map(script.made, elements(loggers and script.value(loggers))):
@@ -71,13 +84,13 @@ def tracker_lines(draft: ScriptDraft, call: cst.Call) -> list[str]:
         place = f"os.path.join({', '.join(places)})" if len(places) > 1 else places[0]
         texts.append(f"weft.monitoring.{function}({place})")
         draft.check(call, f"{kind}: no folders version_0, version_1, ...; in one that is used, rows are added")
-    return [f"{draft.trackers} = [{', '.join(texts)}]"] if texts else []
+    return texts
 
 
-def policy_line(draft: ScriptDraft) -> str:
+def _policy(draft: ScriptDraft) -> str:
     """A precision of Fabric that is known when the program runs, as a policy; empty if it is a literal."""
     value = draft.script.settings.get("precision")
-    if not draft.script.is_fabric or value is None or isinstance(value, _LITERAL) or dotted(value) == "None":
+    if value is None or isinstance(value, _LITERAL) or dotted(value) == "None":
         return ""
     names = [f'"{name}": "{policy}"' for name, policy in draft.script.library.precisions.items() if "-" in name]
     return f"{{{', '.join(names)}}}[{code(value)}]"
@@ -110,9 +123,11 @@ def prepare(draft: ScriptDraft, node: cst.Assign, call: cst.Call) -> list[str]:
     lines = model_lines(draft, Prepared(call, models, optimizers, ctx))
     nodes = dict(zip(map(named, names), args, strict=True))
     evaluated = {named(name) for name in names if script.place(name) in script.evaluated}
+    mode = next((each for each in ("split", "dispatch") if draft.is_set(f"{each}_batches")), "")
     for name, value in loaders.items():
         uneven = "empty" if name in evaluated else "balance" if _is_stream(script, nodes[name]) else ""
-        lines.append(_loader(draft, name, value, ctx, uneven))
+        options = joined(mode and f'mode="{mode}"', uneven and f'uneven="{uneven}"')
+        lines.append(f"{name}, {ctx} = weft.shard_data({joined(value, ctx, options)})")
     lines += [f"{name} = {value}" for name, value in schedulers.items() if name != value]
     draft.prepared |= found
     lines += _lengths(draft, node, list(loaders))
@@ -124,19 +139,11 @@ def prepare(draft: ScriptDraft, node: cst.Assign, call: cst.Call) -> list[str]:
 
 def _has_context(draft: ScriptDraft, node: cst.CSTNode, holder: Expression) -> bool:
     """Whether the context may be assigned where a statement stands."""
-    script, owner = draft.script, draft.script.scope(node)
-    names = parameters(owner) if owner else set[str]()
-    for each in script.every(cst.Global, cst.Nonlocal):
-        names |= {item.name.value for item in each.names if script.scope(each) is owner}
-    made_here = any(script.scope(each) is owner for each in script.constructors)
-    return made_here or "." in dotted(holder) or dotted(holder) in names
-
-
-def _loader(draft: ScriptDraft, name: str, text: str, ctx: str, uneven: str) -> str:
-    options = ', mode="dispatch"' if draft.is_set("dispatch_batches") else ""
-    options = ', mode="split"' if draft.is_set("split_batches") else options
-    options += f', uneven="{uneven}"' if uneven else ""
-    return f"{name}, {ctx} = weft.shard_data({text}, {ctx}{options})"
+    script = draft.script
+    declared = [n for n in script.every(cst.Global, cst.Nonlocal) if script.scope(n) is script.scope(node)]
+    names = {item.name.value for each in declared for item in each.names}
+    is_own = script.place(holder)[1] is script.scopes.get(holder)
+    return is_own or "." in dotted(holder) or dotted(holder) in names
 
 
 def _is_stream(script: Script, node: cst.CSTNode) -> bool:

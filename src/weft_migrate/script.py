@@ -174,8 +174,7 @@ class Script:
     settings: dict[str, Expression] = field(default_factory=dict)  # keywords of all constructors
     are_known: bool = True  # whether these are all
     late: set[cst.CSTNode] = field(default_factory=set)  # assignments that set them on an accelerator
-    assigned: dict[str, list[Expression]] = field(default_factory=dict)  # what names are assigned, in order
-    values: dict[Place, list[Expression]] = field(default_factory=dict)  # the same, apart for each scope
+    values: dict[Place, list[Expression]] = field(default_factory=dict)  # what variables are assigned, in order
     changed: set[str] = field(default_factory=set)  # names that also change in other ways
     uncertain: set[str] = field(default_factory=set)  # settings that only some constructors, or some runs, have
     taken: set[cst.CSTNode] = field(default_factory=set)  # calls whose results are settings, in every run
@@ -222,13 +221,11 @@ class Script:
 
     def calls_of(self, function: cst.FunctionDef) -> list[cst.Call | None]:
         """The calls of a function of the script; None for a use that is no call."""
-        uses = [n for n in self.parents if dotted(n).rpartition(".")[2] == function.name.value]
-        uses = [n for n in uses if n is not function.name and not isinstance(self.parents[n], cst.Attribute)]
-        lines = {use: self.parents.get(self.parents[use]) for use in uses}
         # not where it is replaced by one of the library, as in `get_dataloaders = mocked_dataloaders`
-        uses = [
-            n for n in uses if not isinstance(line := lines[n], cst.Assign) or dotted(line.value) not in self.imported
-        ]
+        no_use = {each for n in self.every(cst.Assign) if dotted(n.value) in self.imported for each in targets(n)}
+        no_use |= {function.name}
+        uses = [n for n in self.parents if dotted(n).rpartition(".")[2] == function.name.value and n not in no_use]
+        uses = [n for n in uses if not isinstance(self.parents[n], cst.Attribute)]
         return [up if isinstance(up := self.parents[n], cst.Call) and up.func is n else None for n in uses]
 
     def sees(self, value: Expression, node: cst.CSTNode) -> bool:
@@ -257,9 +254,9 @@ class Script:
             found |= self.origins(value, through, seen | {place})
         return found or {place}
 
-    def last(self, name: str) -> Expression | None:
-        """What a name is assigned last."""
-        return self.assigned[name][-1] if name in self.assigned else None
+    def last(self, node: Expression) -> Expression:
+        """What a variable is assigned last; else the node itself."""
+        return [node, *self.values.get(self.place(node), [])][-1]
 
     def value(self, node: cst.CSTNode) -> cst.CSTNode:
         """What a variable is in every run: its only assignment, under no condition; else the node itself."""
@@ -329,7 +326,7 @@ class Script:
 
     def role(self, node: Expression) -> str | None:
         """Model, optimizer, scheduler or loader: by its value if that tells, else by its name."""
-        for each in (self.last(dotted(node)), node):
+        for each in (self.last(node), node):
             last = dotted(each.func if isinstance(each, cst.Call) else each).rpartition(".")[2]
             if isinstance(each, cst.Call) and last.endswith("from_pretrained"):
                 return "model"
@@ -387,11 +384,9 @@ def _assigned(script: Script) -> None:
             script.holders |= set(map(dotted, targets(node))) - {""}
     for node, value in pairs:
         is_prepared = isinstance(value, cst.Call) and script.method(value.func) in script.library.prepares
-        for name in () if is_prepared else filter(None, map(dotted, targets(node))):
-            script.assigned.setdefault(name, []).append(value)
-            script.changed.add(name.rpartition(".")[0])
         for target in () if is_prepared else filter(dotted, targets(node)):
             script.values.setdefault(script.place(target), []).append(value)
+            script.changed.add(dotted(target).rpartition(".")[0])
     for call in script.every(cst.Call):
         owner, _, method = dotted(call.func).rpartition(".")
         script.changed |= {owner} if method in ("append", "extend", "insert", "update") else set()
@@ -428,7 +423,7 @@ def _settings(script: Script) -> None:
     for name in script.settings:
         texts = {code(script.value(each[name])) if name in each else "" for each in of_all}
         script.uncertain |= {name} if len(texts) > 1 else set()
-    for name, values in script.assigned.items():
+    for (name, _), values in script.values.items():
         if name in read and script.made(values[0])[0].endswith("Logger"):
             script.wrapped[name] = "logger"
         for value in () if name in read else values:
@@ -447,8 +442,7 @@ def _settings(script: Script) -> None:
 
 def _spread(script: Script, options: Expression) -> dict[str, Expression]:
     """The settings in `**options`, if the script makes them of a dict and of assignments with a literal as key."""
-    name = dotted(options)
-    made = script.last(name) or options
+    name, made = dotted(options), script.last(options)
     pairs = [(getattr(each, "key", None), each.value) for each in made.elements] if isinstance(made, cst.Dict) else []
     places, conditional = set[cst.CSTNode](), set[cst.CSTNode]()
     for node in script.every(cst.Assign):

@@ -10,7 +10,7 @@ import libcst as cst
 from weft_migrate.calls import from_template
 from weft_migrate.checkpoints import lines_for_state, register
 from weft_migrate.draft import Left, ScriptDraft, literal
-from weft_migrate.prepare import policy_line, prepare, tracker_lines
+from weft_migrate.prepare import prepare, setting_lines
 from weft_migrate.script import code, dotted, elements, given, joined
 
 
@@ -27,7 +27,7 @@ def statement(draft: ScriptDraft, node: cst.Expr | cst.Assign, updated: cst.Expr
         if name in library.prepares:
             return prepare(draft, node, call)
         if script.is_fabric and script.original(call.func) in library.classes:
-            return [code(updated), *_of_settings(draft, node, call)]
+            return [code(updated), *setting_lines(draft, call)]
         if name in ("free_memory", "clear") and len(node.targets) == 1:
             return [f"{' = '.join(map(code, elements(node.targets[0].target)))} = None", "gc.collect()"]
         return [] if call in script.taken else None
@@ -46,17 +46,6 @@ def statement(draft: ScriptDraft, node: cst.Expr | cst.Assign, updated: cst.Expr
         )
         return [f"for _ in range({draft.ctx}.world_size):", f"    {code(updated)}"]
     return None
-
-
-def _of_settings(draft: ScriptDraft, node: cst.Assign, call: cst.Call) -> list[str]:
-    """The policy and the trackers that are made with the context, for the settings of Fabric."""
-    trackers, policy = tracker_lines(draft, call), policy_line(draft)
-    if policy:
-        draft.policy = draft.script.fresh("policy")
-        draft.make(draft.policy, node)
-    if trackers:
-        draft.make(draft.trackers, node)
-    return [*([f"{draft.policy} = {policy}"] if policy else []), *trackers]
 
 
 def _steps_once(draft: ScriptDraft) -> bool:
@@ -113,7 +102,12 @@ def _start_trackers(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> li
     log_with = draft.setting("log_with")
     kinds = elements(log_with)
     kind = literal(kinds[0]) if len(kinds) == 1 and isinstance(kinds[0], cst.SimpleString) else None
-    passed = _options_of(more, kind)
+    passed = ""
+    match more, kind:
+        case cst.Dict([cst.DictElement(cst.SimpleString() as key, options)]), "wandb" if literal(key) == "wandb":
+            passed = f"**{code(options)}"
+        case cst.CSTNode(), _:
+            raise Left
     if name is None:
         raise Left
     run, folder, ctx = code(name), draft.setting("logging_dir") or draft.setting("project_dir"), draft.context_of(call)
@@ -132,17 +126,6 @@ def _start_trackers(draft: ScriptDraft, call: cst.Call, updated: cst.Call) -> li
     if kind != "tensorboard":
         draft.check(call, "TensorBoard; others: weft.monitoring.trackers.libraries")
     return lines
-
-
-def _options_of(more: cst.BaseExpression | None, kind: object) -> str:
-    """`init_kwargs={"wandb": {...}}` as arguments of `wandb.init`."""
-    if more is None:
-        return ""
-    match more:
-        case cst.Dict([cst.DictElement(key, options)]) if kind == literal(key) == "wandb":
-            return f"**{code(options)}"
-        case _:
-            raise Left
 
 
 STATEMENTS: Mapping[str, Callable[[ScriptDraft, cst.Call, cst.Call], list[str]]] = MappingProxyType(

@@ -60,9 +60,9 @@ def translate(source: str, config: Mapping[str, Any] = MappingProxyType({})) -> 
         tree = cst.parse_module(source)
     except cst.ParserSyntaxError as error:
         raise SyntaxError(f"LibCST cannot read line {error.raw_line}: {error.message}") from error
-    scripts = [find(tree, library) for library in LIBRARIES]
-    script = max(scripts, key=_uses)
-    if not _uses(script):
+    found_uses = [(script, _uses(script)) for script in (find(tree, library) for library in LIBRARIES)]
+    script, uses = max(found_uses, key=lambda pair: len(pair[1]))
+    if not uses:
         return Translation(source, [], 0, 0, script.library.name)
     ctx, state, trackers, window = map(script.fresh, ("ctx", "state", "trackers", "window"))
     draft = ScriptDraft(script, config, ctx, state, trackers, window)
@@ -71,7 +71,6 @@ def translate(source: str, config: Mapping[str, Any] = MappingProxyType({})) -> 
     for call in script.unfollowed:
         draft.check(call, 'for its loader: loader, ctx = weft.shard_data(loader, ctx, uneven="empty")')
     new = tree.visit(walk)
-    uses = {node for node in script.parents if _is_use(script, node)}
     _list_rest(draft, new)
     rest = {each for each in draft.stayed if uses.isdisjoint([*inside(each), *script.above(each)])}
     new = new.visit(_Imports(script, variables(new), draft.imports - _imported(tree)))
@@ -79,9 +78,9 @@ def translate(source: str, config: Mapping[str, Any] = MappingProxyType({})) -> 
     return Translation(new.code, findings, len(uses | rest), sum(each.left for each in findings), script.library.name)
 
 
-def _uses(script: Script) -> int:
-    """How often a script uses the library."""
-    return sum(_is_use(script, node) for node in script.parents)
+def _uses(script: Script) -> set[cst.CSTNode]:
+    """Where a script uses the library."""
+    return {node for node in script.parents if _is_use(script, node)}
 
 
 def _is_use(script: Script, node: cst.CSTNode) -> bool:
@@ -99,7 +98,8 @@ def _list_rest(draft: ScriptDraft, new: cst.Module) -> None:
     script = draft.script
     made = {name for n in inside(new) if isinstance(n, (cst.Assign, cst.AnnAssign)) for name in map(dotted, targets(n))}
     made |= {n.name.value for n in inside(new) if isinstance(n, (cst.FunctionDef, cst.ClassDef))}
-    names = {*script.imported, *script.modules, *(set(script.assigned) - made)}
+    assigned = {name for name, _ in script.values}
+    names = {*script.imported, *script.modules, *(assigned - made)}
     stayed = set(inside(*draft.stayed))
     for line, became in draft.became.items():
         now = {name for each in became for part in _head(each) for name in variables(part)}
@@ -111,7 +111,7 @@ def _list_rest(draft: ScriptDraft, new: cst.Module) -> None:
                 name = script.imported.get(last, last)
                 draft.left(whole, draft.hint(name, f"{name} is not there without {script.library.name}"))
     read = {dotted(n) for n in inside(new) if isinstance(n, cst.Attribute)}
-    roots = {*script.assigned, *(each.name.value for each in script.every(cst.Param))}
+    roots = assigned | {each.name.value for each in script.every(cst.Param)}
     roots -= script.holders | set(script.wrapped)
     for argument in [each.value for each in script.every(cst.Arg) if isinstance(each.value, cst.Attribute)]:
         if dotted(argument.value) in roots and dotted(argument) not in read:
