@@ -9,7 +9,7 @@ import libcst as cst
 
 from weft_migrate.checkpoints import is_place_of_state, state_line
 from weft_migrate.draft import Left, ScriptDraft, literal
-from weft_migrate.script import Expression, Script, code, dotted, elements, given, joined, named, operand
+from weft_migrate.script import Expression, Script, code, dotted, elements, given, joined, named, operand, parameters
 from weft_migrate.strategies import MODEL_MAKERS, SETTINGS, Prepared, always, lost, model_lines
 
 
@@ -139,11 +139,12 @@ def prepare(draft: ScriptDraft, node: cst.Assign, call: cst.Call) -> list[str]:
 
 def _has_context(draft: ScriptDraft, node: cst.CSTNode, holder: Expression) -> bool:
     """Whether the context may be assigned where a statement stands."""
-    script = draft.script
-    declared = [n for n in script.every(cst.Global, cst.Nonlocal) if script.scope(n) is script.scope(node)]
-    names = {item.name.value for each in declared for item in each.names}
-    is_own = script.place(holder)[1] is script.scopes.get(holder)
-    return is_own or "." in dotted(holder) or dotted(holder) in names
+    script, owner = draft.script, draft.script.scope(node)
+    names = parameters(owner) if owner else set[str]()
+    for each in script.every(cst.Global, cst.Nonlocal):
+        names |= {item.name.value for item in each.names if script.scope(each) is owner}
+    made_here = any(script.scope(each) is owner for each in script.constructors)
+    return made_here or "." in dotted(holder) or dotted(holder) in names
 
 
 def _is_stream(script: Script, node: cst.CSTNode) -> bool:
