@@ -438,7 +438,7 @@ def test_a_signal_ends_all_processes(tmp_path, number, whole_group):
     )  # fmt: skip
     try:
         files = [tmp_path / f"pid-{rank}" for rank in range(2)]
-        assert until(lambda: all(f.exists() and f.read_text() for f in files), 60)
+        assert until(lambda: all(f.exists() and f.read_text() for f in files), 200)
         family = _children_of(process.pid)
         assert {int(f.read_text()) for f in files} <= family
         if whole_group:  # as Ctrl-C in a terminal

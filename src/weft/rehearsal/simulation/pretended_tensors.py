@@ -163,8 +163,9 @@ class Simulation:
             pairs = zip(args[1], masks, strict=True)
             places = [self._selected(func, each).unbind(1) if is_mask else (each,) for each, is_mask in pairs]
             return func(args[0], list(itertools.chain.from_iterable(places)))
-        if name == "bincount" and len(args) > 2:  # numbers below `minlength`, as in counts of classes
-            return (args[0] if args[1] is None else args[1]).new_empty(args[2])
+        if name == "bincount" and len(args) == 3:  # numbers below `minlength`, as in counts of classes
+            counted, weights, length = args
+            return (counted if weights is None else weights).new_empty(length)
         makes, at = {
             torch_internals.CTC_LOSS.name: (_aligned, 3),
             torch_internals.PACK_SEQUENCE.name: (_packed, 1),

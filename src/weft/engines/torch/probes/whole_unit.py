@@ -279,7 +279,7 @@ class WholeUnits:
             ends = [a for a, _, _ in pairs]
             # What is used here and was computed before belongs to the graph of the step, which is to stay.
             options: dict[str, Any] = {"allow_unused": True, "retain_graph": True}
-            found: Sequence[Any] = torch.autograd.grad(ends, [*ours, *self._other_leaves(ends, ours)], here, **options)
+            found = torch.autograd.grad(ends, [*ours, *self._other_leaves(ends, ours)], here, **options)
             expected: Sequence[torch.Tensor | None] = [None] * len(theirs)
             if alone:
                 expected = torch.autograd.grad([b for b, _ in alone], theirs, [g for _, g in alone], **options)
@@ -289,7 +289,7 @@ class WholeUnits:
         for place, ((here_one, whole, own), a, b) in enumerate(zip(inputs, found[: len(ours)], expected, strict=True)):
             wanted = torch.zeros_like(whole) if b is None else b
             is_cut = isinstance(here_one, DTensor)
-            if own and is_cut and (a is None or a.placements == here_one.placements):
+            if own and is_cut and (a is None or (isinstance(a, DTensor) and a.placements == here_one.placements)):
                 # This rank's part is enough: the other ranks compare theirs.
                 wanted = local(cut_as(wanted, here_one))
                 here_part = torch.zeros_like(wanted) if a is None else local(a)
