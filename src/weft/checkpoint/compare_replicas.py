@@ -81,8 +81,8 @@ def raise_different(
         fix='p.grad = weft.reduce(p.grad, ctx, "mean")  # before its optimizer steps, and before the first step '
         "p.data.copy_(weft.broadcast(p.data, ctx)); or a strategy, which does both"
         if apart
-        else 'value = weft.reduce(value, ctx, "mean")  # before a buffer is updated with it; for batch norms, '
-        "model, ctx = weft.sync_batch_norm(model, ctx)"
+        else 'value = weft.reduce(value, ctx, "mean")  # before a buffer is updated with it, sums without "mean"; for '
+        "batch norms, model, ctx = weft.sync_batch_norm(model, ctx)"
         if buffers
         else "value = weft.gather(value, ctx)  # in the dict, of each rank's own: along dimension 0. What should be "
         "the same on all ranks follows from weft.reduce or weft.broadcast"
