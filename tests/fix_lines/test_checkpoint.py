@@ -617,7 +617,9 @@ def _updated_by_own_batch(ctx, folder):
         with told("checkpoint/compare_replicas.py", "replicas of a tensor have different values") as it:
             weft.save(_state(ctx, teacher=teacher)[0], folder, 1, ctx)
         assert not ctx.is_main or "teacher/center: one value on rank 0, another on rank 1" in str(it.error)
-        reduced, _, norms = weft.broadcast(it.fix, ctx).partition("  # before a buffer is updated with it, sums without \"mean\"; ")
+        reduced, _, norms = weft.broadcast(it.fix, ctx).partition(
+            '  # before a buffer is updated with it, sums without "mean"; '
+        )
     teacher = _Center()
 
     def mean(value):
