@@ -153,7 +153,9 @@ def test_what_differs_is_named(tmp_path, capsys):
         assert text in capsys.readouterr().out
     # Other windows draw other dropout masks, which is more than rounding.
     assert main(["ledger", "compare", str(tmp_path / "run "), str(tmp_path / "run whole")]) == 1
-    assert re.search("step 1, compared within rounding\n  loss: ", capsys.readouterr().out)
+    told = capsys.readouterr().out
+    assert re.search("step 1, compared within rounding\n  loss: ", told)
+    assert re.search(r"note: options of accumulate_grads\(_Net, .*\): .*steps=2.* against .*steps=1", told)
     assert main(["ledger", "compare", str(tmp_path / "run "), str(tmp_path)]) == 2
     assert "ledger.jsonl" in capsys.readouterr().err
 
@@ -283,6 +285,42 @@ def test_samples_of_other_loaders_are_known_by_their_bytes(tmp_path):
     found = compare_ledgers(tmp_path / "one", tmp_path / "changed")
     assert found.first == 2
     assert [each.partition(":")[0] for each in found.differences] == ["digest of the samples"]
+
+
+def _padded(rows):
+    return {"x": nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)}
+
+
+def _read_rows(ctx, folder, kind, changed=None):
+    generator = torch.Generator().manual_seed(3)
+    lengths = [5 + at % 7 if kind == "ragged" else 6000 for at in range(22)]
+    rows = [torch.randint(0, 9, (length,), generator=generator) for length in lengths]
+    if kind == "arrays":
+        rows = [row.float().numpy() for row in rows]
+    if changed is not None:
+        rows[changed][:] = rows[changed][::-1].copy() if kind == "arrays" else rows[changed].flip(0)
+    collate = {"ragged": _padded, "arrays": lambda part: {"x": np.stack(part)}}.get(kind)
+    loader = DataLoader(rows, batch_size=4 // ctx.data_size, shuffle=True, collate_fn=collate)
+    loader, ctx = weft.shard_data(loader, ctx, seed=4, uneven="pad" if ctx.data_size > 1 else None)
+    with weft.monitoring.ledger({"loader": loader}, folder, ctx) as record:
+        for step, _ in enumerate(loader):
+            record(step)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "arrays", "long"])
+def test_what_a_sample_contains_is_compared_beside_its_number(kind, tmp_path):
+    _read_rows(weft.local(), tmp_path / "one", kind)
+    _read_rows(weft.local(), tmp_path / "changed", kind, 8)
+    run_ranks(_read_rows, 2, str(tmp_path / "two"), kind)
+    found = compare_ledgers(tmp_path / "one", tmp_path / "changed")
+    assert [each.partition(":")[0] for each in found.differences] == ["contents of the samples"]
+    run_ranks(_read_rows, 2, str(tmp_path / "two changed"), kind, 8)
+    found = compare_ledgers(tmp_path / "two", tmp_path / "two changed")
+    assert [each.partition(":")[0] for each in found.differences] == ["contents of the samples"]
+    # Batches of other ranks are padded to other lengths.
+    assert compare_ledgers(tmp_path / "one", tmp_path / "two").first is None
+    if kind != "ragged":
+        assert compare_ledgers(tmp_path / "one", tmp_path / "two changed").first == found.first
 
 
 _SCRIPT = """

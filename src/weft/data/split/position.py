@@ -7,7 +7,6 @@ import copy
 import itertools
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -108,7 +107,7 @@ class Cursor:
         open: The iterations that run.
         before: The iteration that ended last.
         last: What is known of the batch that was given last.
-        given: Batches that were given since somebody looked at them; None: nobody does.
+        noted: Is called with each batch that is given, and what is known of it.
         orders: Of data that rank 0 reads for all, what came with it; see `BatchInfo`. And its epoch.
         rows: How many rows it has, if only its reading could tell.
         weighed: Its `share` was asked for, or windows have one.
@@ -126,7 +125,7 @@ class Cursor:
     open: set[LoaderPass] = field(default_factory=set)
     before: LoaderPass | None = None
     last: BatchInfo | None = None
-    given: deque[BatchInfo] | None = None
+    noted: Callable[[Any, BatchInfo], None] | None = None
     orders: tuple[int, Sequence[dict[str, Any]]] | None = None
     rows: int | None = 0
     weighed: bool = False
@@ -150,8 +149,6 @@ class Cursor:
         running.steps += 1
         self.now, self.fresh, self.last = running, False, given
         self.place.has_no_rows = given.empty
-        if self.given is not None:
-            self.given.append(given)
         self.orders = (given.epoch, given.orders) if given.orders else None
         if given.last and len(running.todo) == 1:
             running.total = running.steps

@@ -164,6 +164,8 @@ class ShardedLoader(Extension[T]):
                     cursor.rows = 0 if given.empty else rows_of(value[0] if reading.with_ids else value)
                 if given.mark is not None:
                     reading.marks.append(given.mark)
+                if cursor.noted is not None:
+                    cursor.noted(value[0] if reading.with_ids else value, given)
                 if cursor.keyed is not None:
                     rank = 0 if reading.split_for is None else ctx.data_rank
                     cursor.keyed.gave(value, row_keys(given, cursor.rows if reading.single else None, rank))

@@ -88,6 +88,9 @@ def compare_recorded(ours: Recorded, theirs: Recorded, *, rounding: bool = False
         if found:
             break
     notes = [f"{name}: {_against(before, after, name)}" for name in _TOLD if before.get(name) != after.get(name)]
+    options = _options(before), _options(after)
+    differing = {name: (text, options[1][name]) for name, text in options[0].items() if name in options[1]}
+    notes += [f"options of {name}: {a} against {b}" for name, (a, b) in differing.items() if a != b]
     if before["units"] != after["units"]:
         notes.append("parameters: not compared, they have other names")
     if not ("digest" in ours.steps[step] and "digest" in theirs.steps[step]):
@@ -115,8 +118,11 @@ def _differences(one: Entry, two: Entry, units: Sequence[str], unit: float, larg
         largest[name] = max(largest.get(name, 0.0), abs(a), abs(b))
         return bool(abs(a - b) <= min(times * unit, _MOST) * largest[name])
 
-    exactly = {"digest": "digest of the samples", "samples": "number of samples", "tokens": "number of tokens"}
-    exactly |= {"skipped": "skipped by the optimizer"} | ({} if unit else {"random": "random state"})
+    exactly = {"digest": "digest of the samples", "samples": "number of samples"}
+    if not unit or one.get("shapes") == two.get("shapes"):  # on other ranks, batches may be padded to other lengths
+        exactly["content"] = "contents of the samples"
+    exactly |= {"tokens": "number of tokens", "skipped": "skipped by the optimizer"}
+    exactly |= {} if unit else {"random": "random state"}
     for name, text in exactly.items():
         if name in one and name in two and one[name] != two[name]:
             yield f"{text}: {_against(one, two, name)}"
@@ -135,6 +141,12 @@ def _differences(one: Entry, two: Entry, units: Sequence[str], unit: float, larg
     if wrong:
         which = listed(units[at] for at in sorted(wrong))
         yield f"parameters of {len(wrong)} of {len(units)} units: {which}"
+
+
+def _options(start: Entry) -> dict[str, str]:
+    """The options of the transforms that were recorded, by transform and what it was applied to."""
+    halves = (text.removesuffix(")").partition("; ") for text in start["applied"])
+    return {f"{what})": options for what, _, options in halves}
 
 
 def _extent(run: Recorded) -> str:

@@ -59,11 +59,12 @@ def ledger(
     """Record what happened in each step, so that `weft ledger compare` finds the first that differs between two runs.
 
     Call what it returns once for each step of the optimizer, right after it and before the scheduler's. The main rank
-    adds a line to `ledger.jsonl` in the folder: a digest of the samples, their number and that of the tokens, the
-    numbers in the groups of optimizers, loss and norm of the gradients, digests of the random states, and for each unit
-    of the parameters (`blocks.3`) an exact sum over all bits, in which each element has a weight for its place in the
-    whole tensor. All of these but the random states are independent of the number of ranks and of the strategy, up to
-    the rounding of what was computed; so for each unit there is a norm as well, in every eighth step or so.
+    adds a line to `ledger.jsonl` in the folder: digests of the samples and of their contents, their number and that of
+    the tokens, the numbers in the groups of optimizers, loss and norm of the gradients, digests of the random states,
+    and for each unit of the parameters (`blocks.3`) an exact sum over all bits, in which each element has a weight for
+    its place in the whole tensor. All of these but the random states are independent of the number of ranks and of the
+    strategy, up to the rounding of what was computed; so for each unit there is a norm as well, in every eighth step or
+    so.
 
     Each step is written in the next call, or by `close`: use it in a `with` statement. A resumed run adds to the file,
     and steps that are computed again count as they were recorded last.
@@ -71,7 +72,7 @@ def ledger(
     Replicas that should be equal are compared each time. Their difference is reported by the next call, on all ranks;
     strategies, which compare them now and then, leave that to the ledger.
 
-    Changes: the file. A loader of `shard_data` remembers the numbers of the samples that it gave until the next call.
+    Changes: the file. The loader of `shard_data` has its batches looked at when it gives them.
     Collectives: none here; each call makes one all-reduce of a few numbers, and waits for that of the call before it.
 
     Args:
@@ -192,7 +193,7 @@ class Ledger:
         ctx, device = self._ctx, self._ctx.device
         none = torch.zeros(3, 0, dtype=torch.int64, device=device), torch.zeros(0, dtype=torch.float64, device=device)
         sums, squares = self._parameters(step) if step % self._parameters_every == 0 else none
-        words = torch.cat([samples[None] * self._counts_samples, self._random_state(), sums[:2].flatten()])
+        words = torch.cat([samples * self._counts_samples, self._random_state(), sums[:2].flatten()])
         counts = torch.tensor([count * self._counts_samples, tokens * self._counts_tokens], dtype=torch.float64)
         given = {
             name: local(torch.as_tensor(value, dtype=torch.float64).detach()).reshape(1) / ctx.world_size
@@ -207,12 +208,13 @@ class Ledger:
         def write() -> None:
             numbers = wait()
             halves = zip(numbers[: len(words)], numbers[len(words) : 2 * len(words)], strict=True)
-            digest, random, *found = [(int(low) + (int(high) << 32)) % 2**64 for low, high in halves]
+            digest, content, shapes, random, *found = [(int(low) + (int(high) << 32)) % 2**64 for low, high in halves]
             samples, tokens, *rest = numbers[2 * len(words) :]
             units, norms = len(squares), rest[len(given) :]
             line: dict[str, Any] = {"step": step, "rates": rates, "skipped": skipped, "random": f"{random:016x}"}
             line |= dict(zip(given, map(_json, rest), strict=False))
             line |= {"samples": int(samples), "digest": f"{digest:016x}"} if self._samples.are_known else {}
+            line |= {"content": f"{content:016x}", "shapes": f"{shapes:016x}"} if shapes else {}
             line |= {"tokens": int(tokens), "sums": [f"{one:016x}" for one in found[:units]]}
             line["norms"] = {at: _json(norms[at] ** 0.5) for at in self._parameters.normed(step) if units}
             drifted = [at for at, zero in enumerate(found[units:]) if zero]
