@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from weft.errors import CheckpointError
 from weft.tensors.blocks import memory_of
 
 _BLOCK = 2**20  # bytes; fits into the caches of a core
+_AHEAD = 2**23  # bytes that are written to the file until the disk is asked to begin with them
 
 
 def tensor_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
@@ -108,13 +110,26 @@ def write_parts(file: IO[bytes], parts: Iterable[Any]) -> FileEntry:
 
     Writing, hashing and waiting release the GIL: other threads run meanwhile.
     """
-    kind, size = best_hash(), 0
+    kind, size, begun = best_hash(), 0, 0
     digest = new_hash(kind)
     for part in parts:
         file.write(part)
         digest.update(part)
         size += len(part)
+        if size - begun >= _AHEAD:
+            _begin_writing_back(file, begun, size - begun)
+            begun = size
     return FileEntry(bytes=size, hash=kind, digest=digest.hexdigest())
+
+
+def _begin_writing_back(file: IO[bytes], start: int, length: int) -> None:
+    """Let the disk write while later parts are made: `fsync` alone would begin at the end, which takes half as long again.
+
+    The system does so for pages that are said to be needed no more. It drops those that are on the disk already, which
+    these are not yet.
+    """
+    if hasattr(os, "posix_fadvise") and isinstance(file, io.BufferedWriter):
+        os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
 
 
 def sync_folder(folder: Path) -> None:
