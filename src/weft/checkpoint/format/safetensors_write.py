@@ -123,7 +123,7 @@ def write_parts(file: IO[bytes], parts: Iterable[Any]) -> FileEntry:
 
 
 def _begin_writing_back(file: IO[bytes], start: int, length: int) -> None:
-    """Let the disk write while later parts are made: `fsync` alone would begin at the end, which takes half as long again.
+    """Let the disk write while later parts are made; `fsync` alone would begin at the end, and take half as long again.
 
     The system does so for pages that are said to be needed no more. It drops those that are on the disk already, which
     these are not yet.
