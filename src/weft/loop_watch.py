@@ -21,6 +21,7 @@ from torch import nn
 from weft.context import DistContext
 from weft.contract import GradSync, KeepsParameters, StepsApart, offered, wrapper_of_torch
 from weft.data import ShardedLoader
+from weft.data.split.map_samples import BatchInfo
 from weft.data.split.position import Cursor
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.engines.torch.probes.compare import differing_ranks
@@ -96,7 +97,7 @@ class _LoopWatch:
         self._reading = loader.weft_reading
         self._ctx = ctx
         self._key = f"loop/{ctx.world.next_number('loop')}"
-        self._weighed = False
+        self._weighed = self._told = False
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _SteppedOptimizer] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
 
@@ -114,9 +115,21 @@ class _LoopWatch:
                 expected="a loop over the loader that accumulate_grads returned",
                 fix="for window in windows:  # as accumulate_grads returned them\n    for x, y in window: ...",
             )
+        self._check_repeated(cursor.last)
         if not self._weighed:
             self._check_share(*cursor.last_size(self._reading))
         self._look_at_weights(optimizer)
+
+    def _check_repeated(self, given: BatchInfo) -> None:
+        repeated, root = 0 if given.empty else len(given.ids) - given.valid, self._ctx.world.root
+        if repeated and root.numbers["sync_batch_norm"] and not self._told:
+            self._told = True
+            warn(
+                "sync_batch_norm: rows that repeat others count in the statistics of a batch",
+                found=f'{repeated} of {len(given.ids)} rows on rank {self._ctx.rank}, as of uneven="pad"',
+                expected="each sample once, as in one process",
+                fix='loader, ctx = weft.shard_data(loader, ctx, uneven="empty")',
+            )
 
     def _check_share(self, own: int | None, everyone: int | None) -> None:
         ranks, shares = self._ctx.data_size, self._reading.shares

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import types
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -172,7 +173,7 @@ def test_lists_of_samples_lose_all_of_them(rows):
     ids=["part", "whole", "packed", "namespace"],
 )
 def test_a_batch_that_cannot_be_emptied_is_an_error(batch):
-    with pytest.raises(TypeError, match=r"(?s)a batch without rows cannot be made.*fix:.*uneven=\"drop\""):
+    with pytest.raises(TypeError, match=r"(?s)a batch without rows cannot be made.*fix:.*uneven=\"pad\", with_ids=True"):
         without_rows(batch, 2)
 
 
@@ -208,15 +209,17 @@ def test_every_sample_counts_once_in_batches_of_any_kind(kind):
     assert found == [[[0, 1, 2, 3], [8]], [[4, 5, 6, 7], []]]
 
 
-def _unemptied(ctx):
+def _unemptied(ctx, *, steps_together):
     loader = DataLoader(range(5), batch_size=2, collate_fn=Opaque)
     loader, ctx = weft.shard_data(loader, ctx, uneven="empty")
-    return [batch.rows for batch in loader]
+    return [weft.reduce(torch.tensor(batch.rows), ctx) if steps_together else batch.rows for batch in loader]
 
 
 def test_a_rank_that_cannot_have_a_batch_without_rows_says_so():
     with pytest.raises(weft.testing.RanksFailed, match="a batch without rows cannot be made: the batch has rows"):
-        run_ranks(_unemptied, 2)
+        run_ranks(partial(_unemptied, steps_together=True), 2)
+    # No rank waits for it: its loop is over.
+    assert list(map(len, run_ranks(partial(_unemptied, steps_together=False), 2))) == [2, 1]
 
 
 def _item_of_each(ctx, item):

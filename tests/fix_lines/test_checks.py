@@ -196,6 +196,26 @@ def _loops(ctx):
     for x, y in loader:
         _step(optimizer, cross_entropy(model(x), y) * loader.share)
 
+    def with_norms(uneven):
+        loader, own = weft.shard_data(_loader(15), ctx, uneven=uneven)
+        model, own = weft.sync_batch_norm(nn.Sequential(nn.BatchNorm1d(4), _net()), own)
+        model, own = weft.replicate(model, own)
+        return model, torch.optim.SGD(model.parameters(), 0.1), loader
+
+    model, optimizer, loader = with_norms("pad")
+    weft.barrier(ctx)
+    if ctx.rank:  # which repeats one
+        with told("loop_watch.py", "repeat others") as it:
+            for x, y in loader:
+                _step(optimizer, cross_entropy(model(x), y) * loader.share)
+        assert 'uneven="empty"' in it.fix
+    else:
+        for x, y in loader:
+            _step(optimizer, cross_entropy(model(x), y) * loader.share)
+    model, optimizer, loader = with_norms("empty")
+    for x, y in loader:
+        _step(optimizer, cross_entropy(model(x), y, reduction="sum") / weft.metrics.denominator(len(y), ctx))
+
 
 @pytest.mark.slow
 def test_loops():

@@ -390,12 +390,12 @@ def _ranks_disagree(ctx):
     assert it.fix == "call barrier and my_transform on all ranks, without `if ctx.is_main:` around it"
     weft.barrier(ctx)
     ctx.agree("my_transform")
-    short = weft.adopt(dist.new_group([0, 1], timeout=timedelta(seconds=1), backend="gloo"), device="cpu")
+    short = weft.adopt(dist.new_group([0, 1], timeout=timedelta(seconds=4), backend="gloo"), device="cpu")
     with told("peers/agreement.py", "did not arrive") as it:
         if ctx.is_main:
             weft.barrier(short)
         else:
-            time.sleep(2)
+            time.sleep(6)
             weft.barrier(short)
     if ctx.is_main:
         assert it.fix == (

@@ -306,6 +306,12 @@ def _over_all(ctx):
     assert it.fix == "a larger batch, or model.eval()"
     model(torch.ones(1, 4) + ctx.rank)
     model.eval()(rows)
+    norm, _ = weft.sync_batch_norm(nn.BatchNorm1d(4), ctx)
+    x = torch.randn(2, 3 + ctx.rank, 4)  # padded by each rank
+    with told("engines/torch/compute/sync_batch_norm.py", "different lengths") as it:
+        norm(x.mT)
+    norm, _ = weft.sync_batch_norm(nn.BatchNorm1d(4), ctx)
+    norm(it.run(x=x, ctx=ctx)["x"].mT)
 
 
 def test_devices_and_batch_norms():

@@ -64,13 +64,13 @@ def _values(module):
 @given(
     decay=st.sampled_from([0.0, 0.5, 0.9, 0.999, 1.0, 1]),
     kind=st.sampled_from([torch.float32, torch.float64]),
-    use_buffers=st.booleans(),
+    buffers=st.sampled_from(["live", "copy", "average"]),
     steps=st.integers(1, 6),
 )
-def test_one_process_gives_the_bits_of_averaged_model(decay, kind, use_buffers, steps):
+def test_one_process_gives_the_bits_of_averaged_model(decay, kind, buffers, steps):
     model = _net(kind, norm=True)
-    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=use_buffers)
-    model, _ = weft.average_weights(model, weft.local(), decay=decay, buffers="average" if use_buffers else "live")
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=buffers == "average")
+    model, _ = weft.average_weights(model, weft.local(), decay=decay, buffers=buffers)
     averages = weft.averages(model)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     for step in range(steps):
@@ -78,6 +78,8 @@ def test_one_process_gives_the_bits_of_averaged_model(decay, kind, use_buffers, 
         theirs.update_parameters(model)
         averages.update()
     assert averages.num_averaged == steps
+    if buffers != "live":
+        model(_x(0, 98).to(kind))  # the statistics move on, as in steps of another model
     x = _x(0, 99).to(kind)
     model.eval(), theirs.eval()
     with averages.swapped():
@@ -87,6 +89,7 @@ def test_one_process_gives_the_bits_of_averaged_model(decay, kind, use_buffers, 
         ]
         assert len(floats) == 2 and all(torch.equal(a, b) for a, b in floats)
         assert torch.equal(model(x), theirs(x))
+    assert buffers == "live" or not torch.equal(model(x), theirs(x))
 
 
 def test_equal_weights_are_those_of_averaged_model_and_exact():

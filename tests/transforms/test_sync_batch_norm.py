@@ -161,6 +161,10 @@ def _messages(ctx):
     norm, ctx = weft.sync_batch_norm(_norm(2, {}), ctx)
     counts = []
     x = _batch(2, 4, ctx.rank).requires_grad_()
+    for _ in range(16):  # in which shapes are compared as well
+        with CommDebugMode() as counter:
+            norm(x)
+    counts.append(counter.get_total_counts())
     with CommDebugMode() as counter:
         out = norm(x)
     counts.append(counter.get_total_counts())
@@ -174,7 +178,22 @@ def _messages(ctx):
 
 
 def test_as_many_messages_as_documented():
-    assert run_ranks(_messages, 2) == [[2, 1, 0]] * 2
+    assert run_ranks(_messages, 2) == [[3, 2, 1, 0]] * 2
+
+
+def _padded_apart(ctx):
+    norm, ctx = weft.sync_batch_norm(_norm(1, {}), ctx)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    for equal in (x, x[: ctx.rank], x[:, :, 0]):  # also where a rank has no rows, and without positions
+        norm(equal)
+    longer = nn.functional.pad(x, (0, ctx.rank))
+    with pytest.warns(UserWarning, match="different lengths\n  found:    from 4 to 6 positions per row"):
+        norm(longer)
+    norm(longer), norm.eval()(longer)  # once
+
+
+def test_rows_that_each_rank_has_padded_to_its_own_longest_are_warned_of():
+    run_ranks(_padded_apart, 3)
 
 
 class _Mine(nn.BatchNorm2d):

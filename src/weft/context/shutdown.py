@@ -197,7 +197,8 @@ def close_after(world: World, error: BaseException | None) -> None:
     if cause is error and not isinstance(error, PeerError) and any(place.has_no_rows for place in world.loaders):
         cause.add_note(
             f'weft: rank {world.ranks[world.rank]} was given a batch without rows, as of uneven="empty"; for code '
-            'that needs some: uneven="pad", with_ids=True, and leave rows out of the loss that are not ids.valid'
+            'that needs some: uneven="pad", with_ids=True, and leave rows out of the loss that are not ids.valid '
+            "(batch norms would count them)"
         )
     part(world, cause)
     # Once nothing here refers to the group, its connections close and the peers wake up at once.

@@ -83,6 +83,8 @@ class LockStep:
             if cursor.last.empty:
                 if not self._goes_along(first=first):
                     continue
+                if isinstance(batch, TypeError):  # it cannot be made
+                    raise batch
                 self._warn(evaluates=not torch.is_grad_enabled() or not (first or stepped < self._optimizer_steps[0]))
             first, step, begun = False, cursor.now.steps, self._begun()
             try:

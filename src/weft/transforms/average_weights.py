@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, get_args
 
 from torch import nn
 
 from weft.checks import as_number, check_choice, check_count, check_module, check_not_lazy
 from weft.context import DistContext
 from weft.contract import Part, Phase, check_not_elsewhere, offered, transform
-from weft.engines.torch.compute.ema import WeightAverages
+from weft.engines.torch.compute.ema import Buffers, WeightAverages
 from weft.errors import ContractError, listed, value_error
 
 M = TypeVar("M", bound=nn.Module)
@@ -65,7 +65,7 @@ class Averages:
         averages. Between steps: a backward through a forward pass from the other side would be wrong, and
         torch or `replicate` raises. The weights are kept aside meanwhile: once more this rank's share.
 
-        Changes: values of the module's parameters, and buffers if they are averaged; given back
+        Changes: values of the module's parameters, and buffers if they are averaged or copied; given back
         bit for bit, also after an error. Collectives: none.
 
         Yields:
@@ -173,7 +173,7 @@ def average_weights(
     decay: float | Callable[[int], float] | None = 0.999,
     every: int = 1,
     start: int = 0,
-    buffers: Literal["live", "average"] = "live",
+    buffers: Buffers = "live",
 ) -> tuple[M, DistContext]:
     """Keep averages of the weights, which often do better than the last weights themselves.
 
@@ -182,7 +182,7 @@ def average_weights(
     holds, so sharded weights stay sharded. After a skipped fp16 step the weights are the old ones
     and would count twice: `if not weft.was_skipped(optimizer): averages.update()`.
 
-    The numbers are those of `torch.optim.swa_utils.AveragedModel`: the first average is the
+    The numbers are those of `torch.optim.swa_utils.AveragedModel`, but for its buffers, see below: the first average is the
     weights, from then on it is `decay * average + (1 - decay) * weights`.
 
     Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992;
@@ -199,8 +199,9 @@ def average_weights(
             averages so far (1, 2, ...), for a warm-up: `lambda n: min(0.999, (1 + n) / (10 + n))`.
         every: Only each `every`-th call of `update` averages.
         start: The first `start` calls of `update` do nothing.
-        buffers: "live": the module's buffers (running statistics) are used as they are.
-            "average": floating-point buffers are averaged too; counters stay live.
+        buffers: "live": the module's buffers (running statistics) are used as they are. "copy": as they were at the
+            last average, as `AveragedModel` has them; it differs where the module is called in between, as in a GAN.
+            "average": floating-point buffers are averaged too, as with `use_buffers=True`; counters stay live.
 
     Returns:
         `module` itself, and `ctx` with this transform in `applied`.
@@ -237,7 +238,7 @@ def average_weights(
         "buffers": buffers,
     }
     ctx.agree("average_weights", facts)
-    held = WeightAverages(module, buffers=buffers == "average")
+    held = WeightAverages(module, buffers=buffers)
     return module, ctx.offering(Averages(held, decay, every, start))
 
 
@@ -282,7 +283,7 @@ def _check_options(module: nn.Module, every: object, start: object, buffers: obj
             "average_weights", name, value, least=least, fix=f"weft.average_weights(model, ctx, {name}={least})"
         )
     fix = 'weft.average_weights(model, ctx, buffers="live")'
-    check_choice("average_weights", "buffers", buffers, ("live", "average"), fix=fix)
+    check_choice("average_weights", "buffers", buffers, get_args(Buffers), fix=fix)
     check_not_lazy("average_weights", module)
     if not any(p.requires_grad for p in module.parameters()):
         raise value_error(

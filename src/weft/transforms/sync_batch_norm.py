@@ -21,7 +21,9 @@ def sync_batch_norm(module: M, ctx: DistContext, *, axis: str | Sequence[str] | 
 
     Without it a batch norm sees its own rank's batch only, and training differs from one process
     with the whole batch. Works on every device; torch's own `SyncBatchNorm` refuses CPU tensors.
-    Exact if all ranks have equally many samples or the loss is normalised over all ranks.
+    Exact if all ranks have equally many samples or the loss is normalised over all ranks, and each rank's batch holds
+    what is in that of one process: rows that `uneven="pad"` repeats count, as does padding to the longest row of a
+    rank alone. Both are warned of.
 
     Source: Ioffe and Szegedy, "Batch Normalization", 2015; `torch.nn.SyncBatchNorm` on GPUs.
 
@@ -29,7 +31,7 @@ def sync_batch_norm(module: M, ctx: DistContext, *, axis: str | Sequence[str] | 
     parameters, buffers and keys stay. `copy.deepcopy` keeps it, as with torch's; a pickle does not.
     Nothing with one rank.
     Collectives: none here; per call of a batch norm in training two all-reduces of 1x channels
-    (one on GPUs), and one of 2x channels in its backward.
+    (one on GPUs), and one of 2x channels in its backward; one of two numbers in each of the first calls.
 
     Args:
         module: Contains batch norms; without any this does nothing.
@@ -56,4 +58,5 @@ def sync_batch_norm(module: M, ctx: DistContext, *, axis: str | Sequence[str] | 
     if line.world_size == 1:
         return module, ctx
     ctx.require_collective("sync_batch_norm")
+    ctx.world.root.next_number("sync_batch_norm")
     return module, ctx.offering(Synchronized(module, line.group))

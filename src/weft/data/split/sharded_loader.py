@@ -165,7 +165,7 @@ class ShardedLoader(Extension[T]):
                 if given.mark is not None:
                     reading.marks.append(given.mark)
                 if cursor.noted is not None:
-                    cursor.noted(value[0] if reading.with_ids else value, given)
+                    cursor.noted(value[0] if reading.with_ids and not given.empty else value, given)
                 if cursor.keyed is not None:
                     rank = 0 if reading.split_for is None else ctx.data_rank
                     cursor.keyed.gave(value, row_keys(given, cursor.rows if reading.single else None, rank))
@@ -212,7 +212,13 @@ class ShardedLoader(Extension[T]):
         single, with_ids = self.weft_reading.single, self.weft_reading.with_ids
         for batch, given in read:
             if given.empty:
-                batch = without_rows(batch, rows_of(batch) or 1 if single else len(given.ids))  # noqa: PLW2901
+                try:
+                    batch = without_rows(batch, rows_of(batch) or 1 if single else len(given.ids))  # noqa: PLW2901
+                except TypeError as error:
+                    if self.weft_lock_step is None:
+                        raise
+                    yield error, given  # raised if this rank has to make the step
+                    continue
             yield (batch, _sample_ids(given)) if with_ids else batch, given
 
     def _own(self, spans: tuple[Span, ...]) -> Iterator[tuple[Any, BatchInfo]]:

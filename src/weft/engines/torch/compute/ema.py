@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,15 +26,16 @@ from weft.tensors.blocks import cut_as, sharded_as
 from weft.tensors.dtensor import is_sharded
 
 Named = dict[str, torch.Tensor]
+Buffers = Literal["live", "copy", "average"]
 
 
 class WeightAverages:
-    """One average per trained parameter, and per floating-point buffer if asked."""
+    """One average per trained parameter, and per floating-point buffer if asked; or copies of all buffers."""
 
-    def __init__(self, module: nn.Module, *, buffers: bool) -> None:
+    def __init__(self, module: nn.Module, *, buffers: Buffers) -> None:
         self._module = weakref.ref(module)
         self._class_name = type(module).__name__
-        self._with_buffers = buffers
+        self._buffers: Buffers = buffers
         self._values: Named = {}
         self._values = {name: _kept(_local(tensor)) for name, tensor in self.live().items()}
 
@@ -50,16 +51,20 @@ class WeightAverages:
             )
         drop_gathered(module)
         found: Named = {name: p for name, p in module.named_parameters() if p.requires_grad or name in self._values}
-        if self._with_buffers:
-            found |= {name: b for name, b in module.named_buffers() if b.is_floating_point() or b.is_complex()}
+        if self._buffers != "live":
+            copies = self._buffers == "copy"
+            found |= {n: b for n, b in module.named_buffers() if copies or b.is_floating_point() or b.is_complex()}
         if self._values:
             _check_same(self._class_name, self._values, found)
         return found
 
     def update(self, weight: float) -> None:
         """Move the averages towards the module by `weight`; 1 makes them equal."""
+        live = self.live()
+        copied = {n for n, one in live.items() if self._buffers == "copy" and not isinstance(one, nn.Parameter)}
         with torch.no_grad():
-            for kept, now in _by_kind(self._values, self.live()):
+            self._write({name: self._values[name] for name in copied}, live)
+            for kept, now in _by_kind({n: one for n, one in self._values.items() if n not in copied}, live):
                 if weight == 1:
                     torch_internals.foreach_copy(kept, now)
                 else:

@@ -7,6 +7,7 @@ Shapes: x [N, C, ...]; statistics [C].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -18,16 +19,41 @@ from torch import nn
 
 from weft import torch_internals
 from weft.engines.torch.hooks.method_hooks import Removable
-from weft.errors import value_error
+from weft.engines.torch.probes.compare import largest_over
+from weft.errors import value_error, warn
+from weft.tensors.checksums import can_be_read
+
+_LOOKS = 16  # calls of batch norms in which shapes are compared
 
 
 class _NormGroup:
     """The group of a module and of its copies, as in torch; one that was pickled has none and normalises alone."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+        self.group, self._looks = group, _LOOKS
         # Looked up here: a compiler cannot trace that.
         self.native: Any = None if group is None else torch_internals.sync_batch_norm.found
+
+    def compare_lengths(self, x: torch.Tensor) -> None:
+        """Warn, once, if the ranks have padded their rows to different lengths. Collectives: one all-reduce, at first.
+
+        Args:
+            x: What a batch norm is called with in training.
+        """
+        if not self._looks or not (can_be_read(x) or x.numel() == 0):
+            return
+        self._looks -= 1
+        length = math.prod(x.shape[2:]) if len(x) else -math.inf
+        most, least = largest_over(self.group, [length, -length if len(x) else -math.inf], x.device)
+        if most != -least and math.isfinite(most):
+            self._looks = 0
+            warn(
+                "sync_batch_norm: the ranks have padded their rows to different lengths",
+                found=f"from {-least:.0f} to {most:.0f} positions per row, which all count in the statistics",
+                expected="one length, as in one process, which pads to the longest row of all ranks",
+                fix="x = weft.collectives.pad_across(x, ctx, dim=1)  # before the model; or a collate_fn that pads to "
+                "a fixed length",
+            )
 
     def release(self) -> None:
         self.group = None
@@ -50,6 +76,8 @@ class _OverRanks(torch_internals.batch_norm.base):  # type: ignore[name-defined,
             alone: torch.Tensor = super().forward(input)
             return alone
         torch_internals.CHECK_SHAPE.of(self)(input)
+        if not torch.compiler.is_compiling():
+            self.weft_ranks.compare_lengths(input)
         factor = self.momentum
         running_mean = running_var = None
         if self.track_running_stats:
