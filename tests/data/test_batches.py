@@ -173,7 +173,9 @@ def test_lists_of_samples_lose_all_of_them(rows):
     ids=["part", "whole", "packed", "namespace"],
 )
 def test_a_batch_that_cannot_be_emptied_is_an_error(batch):
-    with pytest.raises(TypeError, match=r"(?s)a batch without rows cannot be made.*fix:.*uneven=\"pad\", with_ids=True"):
+    with pytest.raises(
+        TypeError, match=r"(?s)a batch without rows cannot be made.*fix:.*uneven=\"pad\", with_ids=True"
+    ):
         without_rows(batch, 2)
 
 

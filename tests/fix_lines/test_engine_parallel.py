@@ -652,6 +652,17 @@ def _strategy_mistakes(ctx):
     model, _ = weft.replicate(model, ctx)
     model(x).sum().backward()
 
+    x.requires_grad_()
+    model, _ = weft.replicate(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), ctx)
+    model(x).sum().backward()
+    with told("engines/torch/reducing/strategy.py", "got no gradient") as it:
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].square().sum().backward()
+    assert it.fix == "add the losses up and call backward once; the passes before this one gave them gradients"
+    model, _ = weft.replicate(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), ctx)
+    slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+    (model(x).sum() + slope.square().sum()).backward()
+    x.requires_grad_(False)
+
     generator, _ = weft.replicate(nn.Linear(4, 4), ctx)
     critic, _ = weft.replicate(TwoHeads(), ctx)
     with told("engines/torch/reducing/strategy.py", "got no gradient"):

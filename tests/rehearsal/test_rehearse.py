@@ -636,3 +636,21 @@ def test_what_goes_without_messages_says_so():
 def on_one(ctx):
     layer = nn.Linear(4, 4)
     return lambda: layer(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_sharded_model_may_be_called_without_a_backward_pass():
+    def body(ctx):
+        torch.manual_seed(0)
+        model, _ = weft.fully_shard(nn.Linear(4, 4), ctx)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step():
+            model(torch.ones(2, 4)).detach()  # as a generator is for its critic
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    assert [each.kind for each in weft.rehearse(body, 2).messages] == ["all_gather", "reduce_scatter"]
+    assert_rehearsed(body, 2)

@@ -114,6 +114,24 @@ def mean_losses_of_no_rows(ctx):
             mse_loss(model(x), y)
 
 
+def _begin_with_norms(ctx, samples, uneven, norm):
+    loader, ctx = weft.shard_data(_loader(samples), ctx, uneven=uneven)
+    model, ctx = weft.sync_batch_norm(norm, ctx)
+    model, ctx = weft.replicate(model, ctx)
+    return model, _sgd(model), loader, ctx
+
+
+def repeated_rows_in_batch_norms(ctx):
+    model, optimizer, loader, ctx = _begin_with_norms(ctx, 13, "pad", nn.Sequential(nn.BatchNorm1d(4), _net()))
+    _train(model, optimizer, loader)
+
+
+def padding_of_one_rank_in_batch_norms(ctx):
+    model, _, loader, ctx = _begin_with_norms(ctx, 16, "balance", nn.BatchNorm1d(4))
+    for x, _ in loader:
+        model(x[:, :, None].expand(2, 4, 3 + ctx.rank))
+
+
 def share_forgotten(ctx):
     model, optimizer, loader, ctx = _begin(ctx, samples=15)
     _train(model, optimizer, loader, weighed=False)
@@ -772,6 +790,8 @@ CASES = [
         "shard_data: the ranks read what list yields in",
     ),
     (share_forgotten, (), UserWarning, "shard_data: a step on an unweighted loss"),
+    (repeated_rows_in_batch_norms, (), UserWarning, "sync_batch_norm: rows that repeat others count"),
+    (padding_of_one_rank_in_batch_norms, (), UserWarning, "sync_batch_norm: the ranks have padded their rows"),
     (mean_losses_of_no_rows, (), UserWarning, "shard_data: an evaluation got a batch without rows"),
     (no_strategy, (), UserWarning, "shard_data: ranks train apart"),
     (part_without_strategy, (0,), UserWarning, "shard_data: ranks train apart"),

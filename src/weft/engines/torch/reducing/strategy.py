@@ -144,7 +144,11 @@ class Strategy:
             self._first_steps.see_inputs(self._module(), args, kwargs)
 
     def _raise_unused(self, names: Sequence[str]) -> NoReturn:
-        error = unused_error(self._what, self._class_name, names, "rank")
+        module = self._module()
+        held = {} if module is None else dict(module.named_parameters())
+        gradients = [held[name].grad for name in names if name in held]
+        follows = all(gradient is not None and bool(gradient.any()) for gradient in gradients) and bool(gradients)
+        error = unused_error(self._what, self._class_name, names, "rank", follows=follows)
         self._peers.report(error)
         raise error
 
@@ -157,12 +161,24 @@ class Strategy:
         )
 
 
-def unused_error(what: str, class_name: str, names: Sequence[str], where: str) -> UnusedParameters:
-    """The error for parameters that got no gradient, which they should on every rank, or replica."""
+def unused_error(
+    what: str, class_name: str, names: Sequence[str], where: str, *, follows: bool = False
+) -> UnusedParameters:
+    """The error for parameters that got no gradient, which they should on every rank, or replica.
+
+    Args:
+        what: The strategy.
+        class_name: Of the module.
+        names: Of the parameters.
+        where: What each of them needs a gradient on.
+        follows: They have one of another backward pass in this step.
+    """
     return UnusedParameters(
         f"{what}: {len(names)} parameter(s) of {class_name} got no gradient in this backward pass",
         found=listed(names),
         expected=f"every parameter that requires a gradient takes part in the loss, on every {where}",
-        fix=f'weft.{what}(..., unused="zero"), or requires_grad_(False) on them; on all of '
+        fix="add the losses up and call backward once; the passes before this one gave them gradients"
+        if follows
+        else f'weft.{what}(..., unused="zero"), or requires_grad_(False) on them; on all of '
         f"{class_name} while the loss of another model flows through it (a critic, a discriminator)",
     )
