@@ -196,6 +196,8 @@ def _loops(ctx):
     for x, y in loader:
         _step(optimizer, cross_entropy(model(x), y) * loader.share)
 
+
+def _norms_over_ranks(ctx):
     def with_norms(uneven):
         loader, own = weft.shard_data(_loader(15), ctx, uneven=uneven)
         model, own = weft.sync_batch_norm(nn.Sequential(nn.BatchNorm1d(4), _net()), own)
@@ -220,6 +222,7 @@ def _loops(ctx):
 @pytest.mark.slow
 def test_loops():
     run_ranks(_loops, 2)
+    run_ranks(_norms_over_ranks, 2)
 
 
 def test_an_incomplete_program():

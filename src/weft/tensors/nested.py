@@ -247,6 +247,6 @@ def _emptied(path: Path, leaf: Any, rows: int) -> Any:
     raise type_error(
         f"a batch without rows cannot be made: {'.'.join(path) or 'the batch'} has rows that cannot be taken out",
         found=type(leaf).__name__,
-        expected="tensors, arrays and lists with one row per sample, or an object with `len()` of which `[:0]` has none",
+        expected="tensors, arrays and lists with one row per sample, or an object with `len()` and a `[:0]` without",
         fix='loader, ctx = weft.shard_data(loader, ctx, uneven="pad", with_ids=True)  # rows of ids.valid count',
     ) from cause

@@ -182,7 +182,7 @@ def average_weights(
     holds, so sharded weights stay sharded. After a skipped fp16 step the weights are the old ones
     and would count twice: `if not weft.was_skipped(optimizer): averages.update()`.
 
-    The numbers are those of `torch.optim.swa_utils.AveragedModel`, but for its buffers, see below: the first average is the
+    The weights are those of `torch.optim.swa_utils.AveragedModel`; for its buffers, see below. The first average is the
     weights, from then on it is `decay * average + (1 - decay) * weights`.
 
     Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992;
