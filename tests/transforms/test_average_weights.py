@@ -595,7 +595,7 @@ def test_ranks_that_ask_for_different_averages_raise():
         ({"every": 0}, ValueError, r"every = 0 cannot be used\n(.|\n)*whole number >= 1"),
         ({"every": 2.0}, ValueError, "every = 2.0 cannot be used"),
         ({"start": -1}, ValueError, r"start = -1 cannot be used\n(.|\n)*whole number >= 0"),
-        ({"buffers": "all"}, ValueError, "expected: 'live' or 'average'"),
+        ({"buffers": "all"}, ValueError, "expected: 'live', 'copy' or 'average'"),
     ],
     ids=str,
 )
