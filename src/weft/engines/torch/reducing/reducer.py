@@ -199,6 +199,8 @@ class GradientReducer(Strategy):
             return
         missing = [] if self.finds_unused else trained.missing()
         lacking = [p for name, p in trained.together().items() if name in missing] if missing else []
+        # Before it is reduced: what other ranks bring is no gradient of an earlier pass.
+        follows = bool(lacking) and all(p.grad is not None and bool(p.grad.any()) for p in lacking)
         if lacking and not self._options.at_end:
             # The others wait for the buckets of these parameters, and shall not find out by waiting.
             bring_zeros(lacking, self._session.flag)
@@ -211,7 +213,7 @@ class GradientReducer(Strategy):
             self._first_steps.note_reduced(trained.same_on_all())
         self._pass_on_buffers(lambda: running_backward().retains_graph)
         if missing:
-            self._raise_unused(missing)
+            self._raise_unused(missing, follows=follows)
 
     # -- reduction outside a backward pass of the user's --------------------------------------
 

@@ -143,11 +143,7 @@ class Strategy:
         if self._first_steps.wants_inputs and torch.is_grad_enabled():
             self._first_steps.see_inputs(self._module(), args, kwargs)
 
-    def _raise_unused(self, names: Sequence[str]) -> NoReturn:
-        module = self._module()
-        held = {} if module is None else dict(module.named_parameters())
-        gradients = [held[name].grad for name in names if name in held]
-        follows = all(gradient is not None and bool(gradient.any()) for gradient in gradients) and bool(gradients)
+    def _raise_unused(self, names: Sequence[str], *, follows: bool = False) -> NoReturn:
         error = unused_error(self._what, self._class_name, names, "rank", follows=follows)
         self._peers.report(error)
         raise error
