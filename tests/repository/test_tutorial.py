@@ -41,12 +41,12 @@ def test_links_of_the_tutorial_exist(stored):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_tutorial_prints_what_it_stores(stored, tmp_path):
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     expected = _printed(stored)
-    nbclient.NotebookClient(stored, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(stored, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
     for found, kept in zip(_printed(stored), expected, strict=True):
         assert NUMBER.sub("#", found) == NUMBER.sub("#", kept)
         # Another processor may round the last digit otherwise.
