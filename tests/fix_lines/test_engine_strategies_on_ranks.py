@@ -161,6 +161,18 @@ def _hooks(ctx):
     assert len(seen) == 1
 
 
+def _limits_in_hooks(ctx):
+    model, _, _ = under(weft.replicate, ctx)
+    p = model.head.weight
+    handle = p.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    with told("engines/torch/probes/gradient_hooks.py", "change the gradients of one rank") as it:
+        model(x_of(ctx)).sum().backward()
+    handle.remove()
+    p.grad = None
+    exec(it.fix, {"loss": model(x_of(ctx)).sum() * 9, "p": p})
+    assert p.grad.abs().max() == 1
+
+
 def _step_in_a_hook(ctx):
     model, optimizer, _ = under(weft.replicate, ctx)
     hook = model.head.bias.register_hook(lambda _: optimizer.step())
@@ -171,7 +183,7 @@ def _step_in_a_hook(ctx):
 
 
 def _backward_passes(ctx):
-    each(ctx, _gradients_of_gradients, _two_backward_passes, _after_the_end, _past_forward, _hooks, _step_in_a_hook)
+    each(ctx, _gradients_of_gradients, _two_backward_passes, _after_the_end, _past_forward, _hooks, _limits_in_hooks, _step_in_a_hook)
 
 
 def test_backward_passes():

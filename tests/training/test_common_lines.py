@@ -180,6 +180,12 @@ def _(loop):
         p.register_hook(lambda gradient: gradient * 0.5)
 
 
+@line("p.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))")
+def _(loop):
+    for p in loop.model.parameters():
+        p.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
 @line("p.grad = None")
 def _(loop):
     loop.model.up.weight.grad = None

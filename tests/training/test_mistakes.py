@@ -181,6 +181,13 @@ def whole_weights_into_shards(ctx):
     model.load_state_dict(_net().state_dict())
 
 
+def limits_in_hooks(ctx):
+    model, optimizer, loader, _ = _begin(ctx)
+    for p in model.parameters():
+        p.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    _train(model, optimizer, loader)
+
+
 def converted(ctx, change):
     model, optimizer, loader, ctx = _begin(ctx)
     change(model)
@@ -799,6 +806,12 @@ CASES = [
     (weights_changed_on_one_rank, (), weft.errors.NotSynchronized, "replicate: weights of Sequential differ"),
     (spikes_clipped_on_one_rank, (), weft.errors.ContextError, "replicate: weights before step"),
     (whole_weights_into_shards, (), weft.errors.ContractError, "fully_shard: load_state_dict was given whole tensors"),
+    (
+        limits_in_hooks,
+        (),
+        weft.errors.ContractError,
+        "replicate: hooks on parameters of Sequential change the gradients of one rank",
+    ),
     (converted, (nn.Module.double,), weft.errors.ContractError, "replicate: Sequential was moved or converted after"),
     (converted, (_there_and_back,), weft.errors.ContractError, "replicate: Sequential was moved or converted after"),
     (ddp_around, (), weft.errors.AlreadyApplied, "replicate: torch's DistributedDataParallel reduces gradients of"),

@@ -39,6 +39,7 @@ from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.graph_walk import running_backward
 from weft.engines.torch.hooks.method_hooks import attach
 from weft.engines.torch.parallel.experts.local_losses import refuse_local_losses
+from weft.engines.torch.probes.gradient_hooks import GradientHooks
 from weft.engines.torch.reducing.flat_buffer import fit_one_message
 from weft.engines.torch.reducing.separate_reduction import SeparateReduction
 from weft.engines.torch.reducing.strategy import Strategy
@@ -68,7 +69,8 @@ class GradientReducer(Strategy):
         self._session = BackwardSession(self._begin, self._end, rounds=0 if options.at_end else 1)
         self._trained = TrainedParameters(self._what, module, options)
         self._apart = SeparateReduction(options.apart, options.dtype)
-        for end in (self.transport.undo, self._apart.release, self._trained.release):
+        self._gradient_hooks = GradientHooks(self._what, self._class_name)
+        for end in (self.transport.undo, self._apart.release, self._trained.release, self._gradient_hooks.release):
             self._removable.add(end)
         self._take_parameters(module)
         self._steps.search(self._trained.parameters)
@@ -150,6 +152,7 @@ class GradientReducer(Strategy):
                 self._reduce_now()
             if pending:
                 self._take_parameters(module)
+        self._gradient_hooks.watch(trained.by_name)
         self._first_steps.check_kept(trained.checked(self._what, self._class_name))
         if trained.parameters and self._steps.look(trained.parameters[0], lambda: trained.parameters):
             check_hooks(self._what, self._class_name, trained.by_name.items(), own=1)
@@ -196,6 +199,7 @@ class GradientReducer(Strategy):
             trained.note_pending()
             self._first_steps.note_kept(trained.first())
             self._pass_on_buffers(lambda: running_backward().retains_graph, reduced=False)
+            self._gradient_hooks.check()
             return
         missing = [] if self.finds_unused else trained.missing()
         lacking = [p for name, p in trained.together().items() if name in missing] if missing else []
@@ -214,6 +218,7 @@ class GradientReducer(Strategy):
         self._pass_on_buffers(lambda: running_backward().retains_graph)
         if missing:
             self._raise_unused(missing, follows=follows)
+        self._gradient_hooks.check()
 
     # -- reduction outside a backward pass of the user's --------------------------------------
 
