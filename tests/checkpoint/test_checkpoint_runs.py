@@ -339,6 +339,27 @@ def test_the_best_are_kept_beside_the_newest(tmp_path, how, save):
     assert storage_of(find_place(place)).names() == ["step-00000080"]
 
 
+@pytest.mark.parametrize("save", [weft.save, weft.save_async])
+def test_saves_without_a_score_leave_those_with_one(tmp_path, save):
+    state, ctx = _job()
+
+    def there(step, **options):
+        running = save(state, tmp_path, step, ctx, **options)
+        if save is weft.save_async:
+            running.wait()
+        return [int(name[5:]) for name in storage_of(tmp_path).names()]
+
+    for step, score in ((10, 0.9), (20, 0.4), (30, 0.6)):
+        there(step - 2, keep=1)
+        there(step - 1, keep=1)
+        there(step, keep=1, keep_best=2, score=score)
+    assert there(31, keep=2) == [20, 30, 31]
+    assert there(32, keep=2) == [20, 30, 31, 32]
+    assert there(33, keep=1) == [20, 30, 33]
+    assert there(40, keep=1, score=0.7) == [40]
+    assert there(50, keep=1, keep_best=0) == [50]
+
+
 def test_a_score_is_a_number_that_is_the_same_on_all_ranks(tmp_path):
     state, ctx = _job()
     for save in (weft.save, weft.save_async):

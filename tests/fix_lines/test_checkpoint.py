@@ -196,6 +196,16 @@ def test_arguments(tmp_path):
         it.run(**names, step=4)
 
 
+def test_no_checkpoint(tmp_path):
+    model = nn.Linear(2, 2)
+    state, ctx = _state(model=model)
+    weft.save(state, tmp_path, 1, ctx)
+    for read in (lambda path: weft.restore(state, path, ctx), lambda path: weft.load_weights(model, path, ctx)):
+        with told("checkpoint/storage/find.py", "or no directory: it is None") as it:
+            read(weft.checkpoint.best(tmp_path))
+        read(it.run(weft=weft, directory=tmp_path)["path"])
+
+
 @contextlib.contextmanager
 def _slow_disk(seconds):
     real = staging.file_parts

@@ -282,11 +282,11 @@ class Keep(NamedTuple):
 
     Attributes:
         newest: How many by step; None: all.
-        best: How many by score.
+        best: How many by score; None: all that have one.
     """
 
     newest: int | None = None
-    best: int = 0
+    best: int | None = None
 
 
 def complete(
@@ -396,7 +396,7 @@ def _prune(saving: Saving, keep: Keep, attempt: Callable[[Callable[[], object]],
         return
     storage, history = saving.storage, saving.history
     there = [name for name in storage.names() if name == saving.name or history.counts(storage, name)]
-    scores = {name: history.facts(storage, name).score for name in there} if keep.best else {}
+    scores = {name: history.facts(storage, name).score for name in there} if keep.best != 0 else {}
     ranked = sorted((score, step_of(name), name) for name, score in scores.items() if score is not None)
     kept = {saving.name, *there[-keep.newest :], *(name for _, _, name in ranked[: keep.best])}
     for name in there:

@@ -27,7 +27,7 @@ def save(
     ctx: DistContext,
     *,
     keep: int | None = None,
-    keep_best: int = 0,
+    keep_best: int | None = None,
     score: float | None = None,
     fresh: bool = False,
 ) -> Path:
@@ -57,7 +57,8 @@ def save(
         ctx: The context whose ranks take part.
         keep: After the checkpoint is complete, remove all but the newest `keep` checkpoints by step. Those known to be
             damaged do not count; what cannot be removed is left, with a warning.
-        keep_best: Keep, besides, as many of those with the lowest scores. Needs `keep`.
+        keep_best: Keep, besides, as many of those with the lowest scores. Needs `keep`. None: with a score, none of
+            them; without one, all that have a score, which only a save with a score or `keep_best` removes.
         score: How good this one is, such as the loss of an evaluation; lower is better (for an accuracy: `-accuracy`).
             The same on all ranks. None, or a number that is not finite: it is none of the best.
         fresh: Begin a new run in a directory that may hold checkpoints of others: those that this job finds with its
@@ -103,7 +104,7 @@ def check_ready_to_save(
     step: int,
     ctx: DistContext,
     keep: int | None,
-    keep_best: int,
+    keep_best: int | None,
     score: float | None,
     fresh: bool,
 ) -> tuple[Path, Keep]:
@@ -126,7 +127,8 @@ def check_ready_to_save(
     if keep is not None:
         check_count(what, "keep", keep, fix=f"weft.{what}(state, directory, step, ctx, keep=3)")
     fix = f"weft.{what}(state, directory, step, ctx, keep=1, keep_best=3, score=loss)"
-    check_count(what, "keep_best", keep_best, least=0, fix=fix)
+    if keep_best is not None:
+        check_count(what, "keep_best", keep_best, least=0, fix=fix)
     if keep_best and keep is None:
         raise value_error(
             f"{what}: keep_best = {keep_best} has no effect without keep",
@@ -154,7 +156,7 @@ def check_ready_to_save(
     facts = {"step": step, "directory": str(where), "objects": list(state.objects), "keep": keep}
     facts |= {"keep_best": keep_best, "score": repr(number), "fresh": fresh}
     on_all(what, ctx, lambda: _end_of_running(ctx), facts)
-    return where, Keep(keep, keep_best)
+    return where, Keep(keep, 0 if keep_best is None and score is not None else keep_best)
 
 
 def note_rehearsed_save(directory: Path, step: int, written: Mapping[str, torch.Tensor], group: PretendedGroup) -> Path:

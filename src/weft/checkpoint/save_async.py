@@ -46,7 +46,7 @@ def save_async(
     ctx: DistContext,
     *,
     keep: int | None = None,
-    keep_best: int = 0,
+    keep_best: int | None = None,
     score: float | None = None,
     fresh: bool = False,
 ) -> RunningSave:

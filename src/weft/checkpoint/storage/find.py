@@ -13,15 +13,26 @@ from weft.checkpoint.format.plain_files import raise_if_unreadable
 from weft.checkpoint.storage.bucket import Bucket, RemotePath
 from weft.checkpoint.storage.directory import Directory
 from weft.checkpoint.storage.protocol import Storage
-from weft.errors import CheckpointError, listed
+from weft.errors import CheckpointError, listed, type_error
 
 _PAUSES_S = (0.001, 0.004, 0.016, 0.064)  # before an empty listing is believed
 
 
-def path_or_url(directory: str | Path) -> Path:
-    """A directory of this machine, or a URL."""
+def path_or_url(directory: str | Path | None) -> Path:
+    """A directory of this machine, or a URL.
+
+    Raises:
+        TypeError: It is None.
+    """
     if isinstance(directory, RemotePath):
         return directory
+    if directory is None:
+        raise type_error(
+            "there is no checkpoint, or no directory: it is None",
+            found="None, as weft.checkpoint.latest returns of an empty directory, and best if no checkpoint has a score",
+            expected="a directory, the path of a checkpoint, or a URL",
+            fix="path = weft.checkpoint.best(directory) or weft.checkpoint.latest(directory)",
+        )
     scheme, found, rest = os.fspath(directory).partition("://")
     if found and scheme != "file":
         return RemotePath(os.fspath(directory))

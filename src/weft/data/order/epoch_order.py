@@ -153,9 +153,9 @@ class EpochOrder:
         self._made, self._starts = dict(made) if isinstance(self.source, Iterator) else {}, starts
         try:
             for epoch, digest in ((epoch, digests[epoch]) for epoch in digests if epoch in begun):
-                found = self._digest(self._of(seed, epoch))
-                if found != digest:
-                    raise self._other_order(epoch, found, digest)
+                order = self._of(seed, epoch)
+                if self._digest(order) != digest:
+                    raise self._other_order(epoch, order, digest)
         except BaseException:
             undo()
             raise
@@ -203,11 +203,12 @@ class EpochOrder:
         made.digest = digest_of(made.units) if made.digest is None else made.digest
         return made.digest
 
-    def _other_order(self, epoch: int, found: str, saved: str) -> OtherOrder:
+    def _other_order(self, epoch: int, order: _MadeOrder, saved: str) -> OtherOrder:
         name = type(self.source).__name__
         text = message(
             f"load_state_dict: {name} yields another order of epoch {epoch} than when the position was saved",
-            found=f"order {found} now, {saved} in the position: samples would be read twice, and others never",
+            found=f"order {order.digest} of {len(order.units)} now, {saved} in the position: samples would be read "
+            "twice, and others never",
             expected="the dataset and sampler of the saved run, and a sampler that draws from random, numpy.random or "
             "torch, which are seeded for each epoch, or from generators in its attributes, which are put back; not "
             "from the system's entropy, the clock, or a list that it shuffles in place",
