@@ -183,7 +183,16 @@ def _step_in_a_hook(ctx):
 
 
 def _backward_passes(ctx):
-    each(ctx, _gradients_of_gradients, _two_backward_passes, _after_the_end, _past_forward, _hooks, _limits_in_hooks, _step_in_a_hook)
+    each(
+        ctx,
+        _gradients_of_gradients,
+        _two_backward_passes,
+        _after_the_end,
+        _past_forward,
+        _hooks,
+        _limits_in_hooks,
+        _step_in_a_hook,
+    )
 
 
 def test_backward_passes():

@@ -828,6 +828,51 @@ class View(nn.Module):
         return self.layer(x).view(-1, 3)[:]
 
 
+class _Scales(nn.Module):
+    """Returns its parameters beside what it computes: one, a view of one, and one that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale, self.table = nn.Linear(3, 4), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 2))
+        self.frozen = nn.Parameter(torch.full((2,), 0.5), requires_grad=False)
+
+    def forward(self, x):
+        return self.body(x), {"scale": self.scale, "table": self.table.t(), "frozen": self.frozen}
+
+
+class _ReturnsParameters(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.temperature = _Scales(), nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        x, found = self.inner(x)
+        return x, (self.temperature, found)
+
+
+def _returned(ctx, shards=True):
+    model, x = _net(_ReturnsParameters), _x()
+    if shards:
+        model, _ = weft.fully_shard(model, ctx, units=[_Scales])
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for trains in (True, True, False):
+        with torch.set_grad_enabled(trains):
+            y, (temperature, found) = model(x)
+            loss = y.square().mean() * temperature.exp().sum() + found["table"].square().sum() * found["scale"].sum()
+            losses.append((loss * found["frozen"].sum()).item())
+            if trains:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses
+
+
+def test_a_unit_may_return_its_parameters():
+    expected = _returned(weft.local(), shards=False)
+    for found in run_ranks(_returned, 2):
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
 def _views(ctx):
     model, _ = weft.fully_shard(_net(Views), ctx, units=View)
     return _train(model, _mine(ctx))

@@ -29,7 +29,7 @@ def path_or_url(directory: str | Path | None) -> Path:
     if directory is None:
         raise type_error(
             "there is no checkpoint, or no directory: it is None",
-            found="None, as weft.checkpoint.latest returns of an empty directory, and best if no checkpoint has a score",
+            found="None, which weft.checkpoint.latest returns of an empty directory, and best without any score",
             expected="a directory, the path of a checkpoint, or a URL",
             fix="path = weft.checkpoint.best(directory) or weft.checkpoint.latest(directory)",
         )

@@ -263,13 +263,18 @@ def _return_no_views(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _without_views(output: Any) -> Any:
-    """The same values, in tensors that are no views for autograd."""
-    if not torch.is_grad_enabled() or not any(torch_internals.BASE.of(t) is not None for t in tensors(output)):
+    """The same values, in tensors that are no views for autograd, and copies of parameters, which may be freed."""
+    if all(torch_internals.BASE.of(t) is None and not isinstance(t, nn.Parameter) for t in tensors(output)):
         return output
-    return map_tensors(
-        lambda t: _Same.apply(t) if torch_internals.BASE.of(t) is not None and t.requires_grad else t,  # type: ignore[no-untyped-call]
-        output,
-    )
+    return map_tensors(_without_view, output)
+
+
+def _without_view(tensor: torch.Tensor) -> torch.Tensor:
+    base = torch_internals.BASE.of(tensor)
+    if isinstance(tensor if base is None else base, nn.Parameter):
+        return tensor.clone()
+    is_view = base is not None and tensor.requires_grad and torch.is_grad_enabled()
+    return _Same.apply(tensor) if is_view else tensor  # type: ignore[no-untyped-call]
 
 
 class _Same(torch.autograd.Function):
