@@ -74,10 +74,10 @@ class ShardedModule(Strategy):
         self._refused = Removable()  # of parts, until the module is called
         self._removable.add(self._refused.remove)
         self._held = PendingGradients(self._what, self._class_name, self._units, peers)
-        self._unused = Unused(mesh.device_type)
         how = {name: options.apart.get(name, Reduction(group, self.mean_over)) for name in options.ignored}
         apart = SeparateReduction(how, options.dtype)
         self._trained = TrainedShards(self._what, module, self._units, apart, lambda: self._entrance)
+        self._unused = Unused(mesh.device_type, self._trained.watch)
         refuse_calls_of_parts(self._what, module, self._units.ids, options.methods, self._refused)
         self._order = watch_order(self._what, module, list(self._units.groups()), group, peers, mesh.device_type)
         watch_reductions(self._units.groups(), self._unused, self._entrance)
@@ -172,6 +172,7 @@ class ShardedModule(Strategy):
             self._held.drop()
         super()._before(module, args, kwargs)
         if torch.is_grad_enabled() and self._group is not None and not self._calls:
+            self._units.free_left()  # before the look: what is left may have been frozen or unfrozen
             self._trained.look(module, self._peers)
             self._look_for_optimizers()
         if not self._calls:

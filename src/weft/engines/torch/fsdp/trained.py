@@ -26,6 +26,7 @@ class TrainedShards:
         unsharded: Those that FSDP2 does not cut.
         on_meta: Whether the module waits for `load_weights`.
         every: The names of all parameters, also of those that other ranks have.
+        watch: What they were when the module was last called.
     """
 
     _what: str
@@ -37,7 +38,7 @@ class TrainedShards:
     def __post_init__(self, module: nn.Module) -> None:
         self.every = tuple(name for name, _ in module.named_parameters())
         self.on_meta = any(t.is_meta and not is_elsewhere(t) for t in (*module.parameters(), *module.buffers()))
-        self._watch = ParameterWatch(self._what, module, stands_in=self._units.stands_in)
+        self.watch = ParameterWatch(self._what, module, stands_in=self._units.stands_in)
         self._first: nn.Parameter | None = None  # whose version tells of steps
         self.unsharded.take(dict(module.named_parameters()), self._entrance)
 
@@ -66,7 +67,7 @@ class TrainedShards:
     def take_loaded(self, class_name: str, module: nn.Module) -> None:
         """Use what `load_weights` has put in the place of tensors on meta."""
         check_loaded(self._what, class_name, module)
-        self._watch.look(module)
+        self.watch.look(module)
         self.unsharded.take(dict(module.named_parameters()), self._entrance)
         self.on_meta = False
 
@@ -75,8 +76,8 @@ class TrainedShards:
 
         Collectives: if others are trained now, two meetings: ranks that reduce other ones would send other sizes.
         """
-        self._watch.check_same(module)
-        if self._watch.changed_flags():
-            self._watch.look(module)
-            self._watch.agree(peers)
+        self.watch.check_same(module)
+        if self.watch.changed_flags():
+            self.watch.look(module)
+            self.watch.agree(peers)
             self.unsharded.take(dict(module.named_parameters()), self._entrance)

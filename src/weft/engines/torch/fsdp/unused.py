@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft import torch_internals
+from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 
 
 class Unused:
@@ -25,8 +26,9 @@ class Unused:
             last that began.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, watch: ParameterWatch) -> None:
         self._device_type = device_type
+        self._watch = watch
         self._missing: set[str] = set()  # no gradient when a unit was reduced in this backward pass
         self.reduced: set[str] = set()
         self._had_gradient: set[str] = set()
@@ -42,25 +44,32 @@ class Unused:
         """Those that got none, on this rank."""
         return self._missing - self.reduced
 
-    def note(self, group: Any, *, fills: bool) -> None:
+    def note(self, group: Any, *, fills: bool) -> list[torch.Tensor]:
         """The gradients of a unit are about to be reduced; after several forward passes, several times.
 
         Args:
             group: Of the unit.
             fills: Put zeros where there is no gradient.
+
+        Returns:
+            Parameters that were frozen in the forward pass, and are not any more: they get none, as in one process.
         """
+        thawed = []
         for parameter in group.fsdp_params:
             full = torch_internals.PARAM_WHOLE.get(parameter)
             if full is None:  # the unit was never gathered
                 continue
             if full.grad is not None or torch_internals.PARAM_KEPT.of(parameter) is not None:
                 self.reduced.add(torch_internals.PARAM_NAME.of(parameter))
+            elif full.requires_grad and torch_internals.PARAM_NAME.of(parameter) in self._watch.frozen:
+                thawed.append(full)
             elif full.requires_grad:
                 self._missing.add(torch_internals.PARAM_NAME.of(parameter))
                 if parameter.param_dtype is not None:  # it is gathered in a lower dtype
                     torch_internals.PARAM_KEPT.set(parameter, torch.zeros_like(full, dtype=parameter.orig_dtype))
                 elif fills:
                     full.grad = torch.zeros_like(full)
+        return thawed
 
     def forget(
         self,
@@ -109,7 +118,12 @@ def _post_backward(
 ) -> None:
     """FSDP2's function that reduces the gradients of a unit, after a look at which are there."""
     reduced: Any = group()
+    thawed: list[torch.Tensor] = []
     if reduced.reduce_grads:
         enter()
-        unused.note(reduced, fills=fills)
+        thawed = unused.note(reduced, fills=fills)
+    for full in thawed:
+        full.requires_grad_(False)  # noqa: FBT003  (torch's signature)
     type(reduced).post_backward(reduced, *arguments)
+    for full in thawed:
+        full.requires_grad_(True)  # noqa: FBT003

@@ -26,6 +26,7 @@ class ParameterWatch:
     Attributes:
         trained: The parameters with `requires_grad`, by name.
         there: Names of those with `requires_grad` that another rank has.
+        frozen: Names of the others.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ParameterWatch:
         named = dict(module.named_parameters())
         self.trained = {name: p for name, p in named.items() if p.requires_grad and not is_elsewhere(p)}
         self.there = {name for name, p in named.items() if p.requires_grad and is_elsewhere(p)}
-        self._frozen = {name for name, p in named.items() if not p.requires_grad}
+        self.frozen = {name for name, p in named.items() if not p.requires_grad}
         self._parameters = list(named.values())
         self._flags = [p.requires_grad for p in self._parameters]
 
@@ -83,7 +84,7 @@ class ParameterWatch:
         known = set(map(id, self._parameters))
         others = [(name, p) for name, p in module.named_parameters() if id(p) not in known]
         strangers = [(name, p) for name, p in others if self._stands_in is None or not self._stands_in(p)]
-        new = [name for name, p in strangers if p.requires_grad or name not in self._frozen]
+        new = [name for name, p in strangers if p.requires_grad or name not in self.frozen]
         if not new:
             # A part was taken away, or moved to another place; or a frozen parameter was put in the place of another.
             if len(strangers) == len(others) and not self.changed_flags():

@@ -1,6 +1,7 @@
 """What a call with gradients leaves gathered for its backward pass, and freeing it when that pass has not come.
 
-Until then `model.parameters()` holds the gathered copies, and what is written into them is lost when they are freed.
+Until then `model.parameters()` holds the gathered copies, and what is written into them is lost when they are freed. If
+they are frozen or unfrozen meanwhile, so are the shards.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def note_left(groups: Iterable[Any]) -> None:
     """These groups stay gathered for a backward pass."""
     for one in groups:
         one.weft_left = [_versions(p) for p in one.fsdp_params]
+        one.weft_trained = list(map(_is_trained, one.fsdp_params))
 
 
 @torch_internals.untraced
@@ -38,6 +40,7 @@ def check_left(groups: Iterable[Any]) -> None:
     """
     lost = []
     for one in [one for one in groups if hasattr(one, "weft_left")]:
+        _keep_flags(one)
         changed = [] if one.is_sharded else _changed(one, one.weft_left)
         if changed:
             one.reshard()
@@ -55,6 +58,7 @@ def free_left(groups: Iterable[Any]) -> None:
     lost = []
     for one in [one for one in dict.fromkeys(groups) if hasattr(one, "weft_left")]:  # tied modules share a group
         before = vars(one).pop("weft_left")
+        _keep_flags(one)
         if not one.is_sharded:
             lost += _changed(one, before) or [p for p, v in zip(one.fsdp_params, before, strict=True) if _differs(p, v)]
             one.reshard()
@@ -74,6 +78,18 @@ def _shown(one: Any) -> Any:
     """What `parameters()` has of one of FSDP2's parameters."""
     home = torch_internals.PARAM_HOME.of(one)
     return torch_internals.PARAMETERS.of(home.module).get(home.param_name)
+
+
+def _is_trained(one: Any) -> bool:
+    shown = _shown(one)
+    return shown is not None and bool(shown.requires_grad)
+
+
+def _keep_flags(group: Any) -> None:
+    """Freeze and unfreeze shards as what is gathered of them was since the call."""
+    for one, was in zip(() if group.is_sharded else group.fsdp_params, group.weft_trained, strict=False):
+        if _is_trained(one) != was:
+            one.sharded_param.requires_grad_(not was)
 
 
 def _versions(one: Any) -> _Versions:

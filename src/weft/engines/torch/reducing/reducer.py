@@ -211,6 +211,7 @@ class GradientReducer(Strategy):
         transport.end(trained.got)
         if self._apart.named:
             self._apart.average(forget_unused=self.finds_unused)
+        trained.drop_frozen()
         self._note_reduction()
         trained.note_reduced()
         if self._reductions == 1:

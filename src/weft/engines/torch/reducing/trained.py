@@ -138,6 +138,12 @@ class TrainedParameters:
         """Names of those that got one."""
         return [name for name, got in zip(self.by_name, self.got, strict=True) if got]
 
+    def drop_frozen(self) -> None:
+        """Those that were frozen since forward have no gradient, as in one process, and not the one of zeros sent."""
+        for p in self.parameters:
+            if not p.requires_grad and p.grad is not None and not p.grad.any():
+                p.grad = None
+
     @contextlib.contextmanager
     def unfrozen(self) -> Iterator[None]:
         """Let all of them take gradients, also those that were frozen since."""
