@@ -1,6 +1,7 @@
 """Rehearsals, and the estimate beside them: `weft.rehearsal`, `weft rehearse`."""
 
 import pickle
+import re
 import runpy
 import shlex
 
@@ -184,9 +185,14 @@ def test_sizes_that_depend_on_values(folder):
     for program in (selects, routes):
         with told("rehearsal/simulation/pretended_tensors.py", "makes one whose size depends on values") as it:
             weft.rehearse(program, 2)
-        call, option = it.fix.split(", or --assume ")
+        call, option, *other = re.split(", or --assume |; of what no router .*: --assume ", it.fix)
         found = eval(call.replace("...", "program, 2"), {"weft": weft, "program": program})
         assert any(line.startswith(option.rpartition("=")[0]) for line in found.assumed)
+        for line, _, count in (one.rpartition("=") for one in other):
+            assert (
+                f"{line}: of {count} elements, {count} are selected"
+                in weft.rehearse(program, 2, assume={line: int(count)}).assumed
+            )
     with told("rehearsal/simulation/pretended_tensors.py", "makes one whose size depends on values") as it:
         weft.rehearse(packs(lambda x: (x.sum((1, 2)) + 1).long()), 2)
     kind, line = it.fix.split(", or ")

@@ -75,9 +75,9 @@ def only_tensors(what: str, value: object) -> list[torch.Tensor]:
         if not isinstance(leaf, torch.Tensor):
             raise type_error(
                 f"{what}: {'.'.join(path) or 'the value'} is not a tensor",
-                found=f"{type(leaf).__name__} {leaf!r}",
+                found=f"{type(leaf).__name__} {leaf!r:.60}",
                 expected="a nested value of tensors",
-                fix="weft.collectives.gather_objects(value, ctx)  # for other values",
+                fix="weft.collectives.gather_objects(value, ctx)  # for other values; of an array, torch.from_numpy(x)",
             )
         found.append(leaf)
     return found
@@ -132,7 +132,9 @@ def enter_collective(what: str, ctx: DistContext, value: object, facts: dict[str
                     agree(world, what, {**described, "at": line_outside()})
             except PeerError as error:
                 if compared:
-                    error.add_note(f"weft: or a rank brought what it had brought before, and this one: {described}")
+                    error.add_note(
+                        f"weft: {what} compares the ranks when arguments are new; those of this rank are: {described}"
+                    )
                 raise
             if compared:
                 world.compared.add(call)

@@ -7,6 +7,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from weft.errors import ContractError
 
@@ -36,7 +37,8 @@ _ELSEWHERE = (
     "for parameters; penalty.full_tensor() for each term of a loss over them, or weight_decay= of an optimizer"
 )
 _OF_METHOD = (
-    'model, ctx = weft.fully_shard(model, ctx, methods=("features",))  # the method that is called; or call the model'
+    'model, ctx = weft.fully_shard(model, ctx, methods=("{}",))  # the method that is called; or call the model; of a '
+    "method that calls it in a loop, such as generation: with weft.full_params(model, ctx, forward=True): ..."
 )
 _OF_LAYERS = re.compile(r"aten\.(\w*convolution|embedding|(add|b|)mm|mv|native_\w+_norm)\b")
 _OF_FOLLOWER = (
@@ -85,8 +87,18 @@ def _line_for(error: BaseException, *, in_forward: bool) -> str:
     if in_forward:
         return _IN_FORWARD
     if _OF_LAYERS.search(str(error)):
-        return _OF_METHOD
+        return _OF_METHOD.format(_called_method(error))
     return _OF_FOLLOWER if _IN_PLACE.search(str(error)) else _ELSEWHERE
+
+
+def _called_method(error: BaseException) -> str:
+    """The method of a module, besides forward, that a program has called."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code, home = frame.f_code, str(frame.f_globals.get("__name__")).partition(".")[0]
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, nn.Module) and home not in ("torch", "weft") and code.co_name != "forward":
+            return code.co_name
+    return "encode"
 
 
 def is_of_linear_loss(error: BaseException) -> bool:

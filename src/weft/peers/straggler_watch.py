@@ -269,7 +269,8 @@ def _elsewhere(what: str, world: World, rank: int, place: str) -> PeerError:
         f"{what}: rank {rank} of {world.root.size} did not call it",
         found=f"rank {rank} waits in a collective at {place}, for rank {mine}, which is in {what}",
         expected="every rank makes the same calls in the same order",
-        fix=f"call {what} on all ranks: no `if ctx.is_main:` around it, and no choice by one rank's loss before",
+        fix=f"call {what} on all ranks: no `if ctx.is_main:` around it, and no choice by one rank's loss before; and a "
+        "sharded model as often on each: else in `with weft.full_params(model, ctx, forward=True):`",
         rank=rank,
         text=f"did not call {what}, but waits in a collective at {place}",
     )

@@ -322,6 +322,8 @@ def _unknown_size(func: Any, tensor: torch.Tensor, chosen: str | None, *, can_be
     line, number = code_position().line, tensor.numel()
     key, value, option = (line or "values", number, number) if chosen is None else (chosen, '"balanced"', "balanced")
     answer = f'weft.rehearse(..., assume={{"{key}": {value}}}), or --assume {key}={option}'
+    if chosen is not None and line:
+        answer += f"; of what no router has chosen, how many are selected: --assume {line}={number}"
     if not can_be_assumed:
         answer = "sizes from small tensors of integers, which have values: of a loader, or torch.tensor(lengths)"
     return ContextError(
