@@ -374,7 +374,7 @@ def _new_on_one_rank(ctx):
 
 def test_other_values_than_before_on_one_rank():
     with pytest.raises(
-        weft.testing.RanksFailed, match="(?s)waits in a collective.*brought before, and this one.*float64"
+        weft.testing.RanksFailed, match="(?s)waits in a collective.*compares the ranks when arguments are new.*float64"
     ):
         run_ranks(_new_on_one_rank, 2)
 
