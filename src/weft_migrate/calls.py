@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import libcst as cst
+import libcst.matchers as m
 
 from weft_migrate.checkpoints import lines_for_state, load_state, save_state
 from weft_migrate.draft import Left, ScriptDraft, literal
 from weft_migrate.library import Template
-from weft_migrate.script import code, dotted, given, joined, operand
+from weft_migrate.script import code, dotted, elements, given, joined, operand
 from weft_migrate.strategies import precision
 
 _DTYPES = MappingProxyType({"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"})
@@ -68,6 +69,24 @@ def _autocast(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
         dtype += f" if {wish.scales} else torch.bfloat16"
     enabled = wish.test and f"enabled={wish.test}"
     return f"torch.autocast({joined(f'{ctx}.device.type', dtype, enabled)})"
+
+
+def _gather_for_metrics(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
+    """Each sample once; a mean for each row, `loss.repeat(size)`, as often as this rank has rows."""
+    script, repeated = draft.script, m.Call(m.Attribute(attr=m.Name("repeat")), args=[m.Arg()])
+    loop, loader = script.loop_around(node), max(name for name, _ in script.read_by(node)) or "loader"
+    batch: cst.CSTNode = loop.target if loop else cst.Name("batch")
+    batch = elements(batch)[-1] if loop and code(loop.iter).startswith("enumerate(") else batch
+    (first, *others), values = elements(batch), code(node.args[0].value)
+    hint = script.library.remarks["of_batches"]
+    draft.check(node, hint.format(loader=loader, batch=code(batch), values=values))
+    if m.findall(node, repeated):
+        name = code(first)
+        if not loop or not (others or re.search(rf"\*\*{name}\b|\b{name}\[[\"']", code(loop.body))):
+            raise Left(otherwise="weft.gather(loss.repeat(rows), ctx), with the rows that this rank has in the batch")
+        new = cst.Arg(cst.parse_expression(f"len({name if others else f'next(iter({name}.values()))'})"))
+        updated = cst.ensure_type(m.replace(updated, repeated, lambda call, _: call.with_changes(args=[new])), cst.Call)
+    return from_template(draft, script.library.methods["gather_for_metrics"], node, updated)
 
 
 def _all_gather(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
@@ -152,6 +171,7 @@ CALLS: Mapping[str, Callable[[ScriptDraft, cst.Call, cst.Call], str]] = MappingP
         "autocast": _autocast,
         "init_module": _init_module,
         "all_gather": _all_gather,
+        "gather_for_metrics": _gather_for_metrics,
         "load": _load,
         "save_state": save_state,
         "load_state": load_state,

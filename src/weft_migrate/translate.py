@@ -69,7 +69,8 @@ def translate(source: str, config: Mapping[str, Any] = MappingProxyType({})) -> 
     walk = Walk(draft)
     walk.find_parameters()
     for call in script.unfollowed:
-        draft.check(call, 'for its loader: loader, ctx = weft.shard_data(loader, ctx, uneven="empty")')
+        loader = max(name for name, _ in script.read_by(call)) or "loader"
+        draft.check(call, f'for its loader: {loader}, ctx = weft.shard_data({loader}, ctx, uneven="empty")')
     new = tree.visit(walk)
     _list_rest(draft, new)
     rest = {each for each in draft.stayed if uses.isdisjoint([*inside(each), *script.above(each)])}
