@@ -73,19 +73,28 @@ def _autocast(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
 
 def _gather_for_metrics(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
     """Each sample once; a mean for each row, `loss.repeat(size)`, as often as this rank has rows."""
-    script, repeated = draft.script, m.Call(m.Attribute(attr=m.Name("repeat")), args=[m.Arg()])
-    loop, loader = script.loop_around(node), max(name for name, _ in script.read_by(node)) or "loader"
+    script = draft.script
+    means = m.findall(updated, m.Call(m.Attribute(attr=m.Name("repeat")), args=[m.Arg()]))
+    loop, loaders = script.loop_around(node), script.read_by(node)
+    loader = max(name for name, _ in loaders) or "loader"
+    if not loaders <= script.returned:
+        draft.check(node, f'for its loader: {loader}, ctx = weft.shard_data({loader}, ctx, uneven="empty")')
     batch: cst.CSTNode = loop.target if loop else cst.Name("batch")
-    batch = elements(batch)[-1] if loop and code(loop.iter).startswith("enumerate(") else batch
-    (first, *others), values = elements(batch), code(node.args[0].value)
-    hint = script.library.remarks["of_batches"]
-    draft.check(node, hint.format(loader=loader, batch=code(batch), values=values))
-    if m.findall(node, repeated):
+    source = code(loop.iter) if loop else loader
+    is_pair = source.startswith("enumerate(") and len(elements(batch)) == 2
+    index, batch = elements(batch) if is_pair else (None, batch)
+    (first, *others), pair = elements(batch), f"{operand(batch)}, ids"
+    head = f"for {f'{code(index)}, ({pair})' if index else pair} in {source}:"
+    hint, values = script.library.remarks["of_batches"], code(node.args[0].value)
+    draft.check(node, hint.format(loader=loader, head=head, values=values))
+    for mean in means:
         name = code(first)
         if not loop or not (others or re.search(rf"\*\*{name}\b|\b{name}\[[\"']", code(loop.body))):
             raise Left(otherwise="weft.gather(loss.repeat(rows), ctx), with the rows that this rank has in the batch")
-        new = cst.Arg(cst.parse_expression(f"len({name if others else f'next(iter({name}.values()))'})"))
-        updated = cst.ensure_type(m.replace(updated, repeated, lambda call, _: call.with_changes(args=[new])), cst.Call)
+        rows = f"len({name if others else f'next(iter({name}.values()))'})"
+        loss = operand(cst.ensure_type(cst.ensure_type(mean, cst.Call).func, cst.Attribute).value)
+        new = cst.parse_expression(f"{loss.removesuffix('.detach()')}.detach().repeat({rows})")
+        updated = cst.ensure_type(updated.deep_replace(mean, new), cst.Call)
     return from_template(draft, script.library.methods["gather_for_metrics"], node, updated)
 
 

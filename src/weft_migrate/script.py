@@ -184,7 +184,6 @@ class Script:
     wrapped: dict[str, str] = field(default_factory=dict)  # names of what the library returns, and their roles
     returned: set[Place] = field(default_factory=set)  # where they are
     evaluated: set[Place] = field(default_factory=set)  # loaders whose batches are gathered
-    unfollowed: list[cst.Call] = field(default_factory=list)  # calls that gather batches of a loader that is not known
 
     def every(self, kind: type[N], *others: type[M]) -> Iterator[N | M]:
         """All nodes of a kind, or of two, in the order of the text."""
@@ -381,9 +380,7 @@ def find(tree: cst.Module, library: LibraryRows) -> Script:
                 script.local_sgd += [call] if script.original(func) == "LocalSGD" else []
     script.loops = [loop for block in script.every(cst.With) if (loop := _loop(script, block))]
     for call in script.calls("gather_for_metrics"):
-        found = script.read_by(call)
-        script.evaluated |= found
-        script.unfollowed += [] if found <= script.returned else [call]
+        script.evaluated |= script.read_by(call)
     return script
 
 

@@ -389,6 +389,12 @@ def test_hints_have_the_context_of_the_script():
     assert [each.hint for each in found.findings] == ["weft.collectives.any_rank(triggered, weft_ctx)"]
 
 
+def test_what_is_translated_in_a_line_of_which_a_part_is_left_is_not_listed():
+    text, found = _body("accelerator.print(accelerator.something_new, accelerator.device)\n")
+    assert text == "ctx.print(accelerator.something_new, ctx.device)\n"
+    assert [each.what for each in found.findings] == ["accelerator.something_new"]
+
+
 def test_an_accelerator_without_a_name_is_left():
     found = translate("from accelerate import PartialState\nlast = PartialState().is_last_process\n")
     assert found.left == found.uses == 1 and "last = PartialState().is_last_process\n" in found.text
@@ -975,7 +981,7 @@ model, loader = accelerator.prepare(torch.nn.Linear(1, 1), loader)
 losses = []
 for {} in loader:
     {}
-    losses.append(accelerator.gather_for_metrics(x.mean().repeat(2)))
+    losses.append(accelerator.gather_for_metrics(x.float().mean().requires_grad_().repeat(2)))
 mean = torch.cat(losses).mean().item()
 """
 
@@ -998,19 +1004,20 @@ def test_a_mean_over_rows_that_cannot_be_counted_is_left():
     assert found.left == 1 and "loss.repeat(rows)" in next(each.hint for each in found.findings if each.left)
 
 
-def test_the_lines_for_models_that_cannot_compute_without_rows():
-    source = _MEANS.replace("x.mean().repeat(2)", "model(x)").format("x", "pass").replace("loader", "tests")
-    found = translate(source)
+@pytest.mark.parametrize("loop", ["x in tests", "n, x in enumerate(tests)"])
+def test_the_lines_for_models_that_cannot_compute_without_rows(loop):
+    source = _MEANS.replace("x.float().mean().requires_grad_().repeat(2)", "model(x).detach()")
+    found = translate(source.format("x", "pass").replace("loader", "tests").replace("x in tests", loop))
     [hint] = [each.hint.splitlines() for each in found.findings if "without rows" in each.hint]
-    shard, loop = (line.strip() for line in hint[-2:])
-    head, _, gather = loop.partition(": ")
+    shard, head, gather = map(str.strip, hint[-3:])
     text = found.text.replace('tests, ctx = weft.shard_data(tests, ctx, uneven="empty")', shard)
-    text = text.replace("for x in tests", head).replace("weft.gather(model(x), ctx)", gather)
+    text = text.replace(f"for {loop}:", head).replace("weft.gather(model(x).detach(), ctx)", gather)
 
     def rows(ctx):
         names = _run(text.replace("weft.start()", "given"), given=ctx, data=torch.arange(5.0)[:, None])
         return sum(map(len, names["losses"]))
 
+    assert all(line in text for line in (shard, head, gather))
     assert [*run_ranks(rows, 1), *run_ranks(rows, 2)] == [5, 5, 5]
 
 
