@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import libcst as cst
+import libcst.matchers as m
 
 from weft_migrate.checkpoints import lines_for_state, load_state, save_state
 from weft_migrate.draft import Left, ScriptDraft, literal
 from weft_migrate.library import Template
-from weft_migrate.script import code, dotted, given, joined, operand
+from weft_migrate.script import code, dotted, elements, given, joined, operand
 from weft_migrate.strategies import precision
 
 _DTYPES = MappingProxyType({"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"})
@@ -68,6 +69,33 @@ def _autocast(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
         dtype += f" if {wish.scales} else torch.bfloat16"
     enabled = wish.test and f"enabled={wish.test}"
     return f"torch.autocast({joined(f'{ctx}.device.type', dtype, enabled)})"
+
+
+def _gather_for_metrics(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
+    """Each sample once; a mean for each row, `loss.repeat(size)`, as often as this rank has rows."""
+    script = draft.script
+    means = m.findall(updated, m.Call(m.Attribute(attr=m.Name("repeat")), args=[m.Arg()]))
+    loop, loaders = script.loop_around(node), script.read_by(node)
+    loader = max(name for name, _ in loaders) or "loader"
+    if not loaders <= script.returned:
+        draft.check(node, f'for its loader: {loader}, ctx = weft.shard_data({loader}, ctx, uneven="empty")')
+    batch: cst.CSTNode = loop.target if loop else cst.Name("batch")
+    source = code(loop.iter) if loop else loader
+    is_pair = source.startswith("enumerate(") and len(elements(batch)) == 2
+    index, batch = elements(batch) if is_pair else (None, batch)
+    (first, *others), pair = elements(batch), f"{operand(batch)}, ids"
+    head = f"for {f'{code(index)}, ({pair})' if index else pair} in {source}:"
+    hint, values = script.library.remarks["of_batches"], code(node.args[0].value)
+    draft.check(node, hint.format(loader=loader, head=head, values=values))
+    for mean in means:
+        name = code(first)
+        if not loop or not (others or re.search(rf"\*\*{name}\b|\b{name}\[[\"']", code(loop.body))):
+            raise Left(otherwise="weft.gather(loss.repeat(rows), ctx), with the rows that this rank has in the batch")
+        rows = f"len({name if others else f'next(iter({name}.values()))'})"
+        loss = operand(cst.ensure_type(cst.ensure_type(mean, cst.Call).func, cst.Attribute).value)
+        new = cst.parse_expression(f"{loss.removesuffix('.detach()')}.detach().repeat({rows})")
+        updated = cst.ensure_type(updated.deep_replace(mean, new), cst.Call)
+    return from_template(draft, script.library.methods["gather_for_metrics"], node, updated)
 
 
 def _all_gather(draft: ScriptDraft, node: cst.Call, updated: cst.Call) -> str:
@@ -152,6 +180,7 @@ CALLS: Mapping[str, Callable[[ScriptDraft, cst.Call, cst.Call], str]] = MappingP
         "autocast": _autocast,
         "init_module": _init_module,
         "all_gather": _all_gather,
+        "gather_for_metrics": _gather_for_metrics,
         "load": _load,
         "save_state": save_state,
         "load_state": load_state,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -88,7 +89,7 @@ class ScriptDraft:
         self._say(node, hint, left=False)
 
     def _say(self, node: cst.CSTNode, hint: str, *, left: bool) -> None:
-        what = " ".join(code(node).split())
+        what, hint = " ".join(code(node).split()), re.sub(r"\bctx\b", self.ctx, hint)
         found = Finding(self.script.line(node), what if len(what) <= 80 else what[:77] + "...", hint, left)
         if found not in self.findings:
             self.findings.append(found)

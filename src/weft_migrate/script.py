@@ -179,11 +179,11 @@ class Script:
     uncertain: set[str] = field(default_factory=set)  # settings that only some constructors, or some runs, have
     taken: set[cst.CSTNode] = field(default_factory=set)  # calls whose results are settings, in every run
     loops: list[AccumulateLoop] = field(default_factory=list)
+    local_sgd: list[cst.Call] = field(default_factory=list)  # in `with LocalSGD(...) as local_sgd`
     used: set[str] = field(default_factory=set)
     wrapped: dict[str, str] = field(default_factory=dict)  # names of what the library returns, and their roles
     returned: set[Place] = field(default_factory=set)  # where they are
     evaluated: set[Place] = field(default_factory=set)  # loaders whose batches are gathered
-    unfollowed: list[cst.Call] = field(default_factory=list)  # calls that gather batches of a loader that is not known
 
     def every(self, kind: type[N], *others: type[M]) -> Iterator[N | M]:
         """All nodes of a kind, or of two, in the order of the text."""
@@ -253,6 +253,15 @@ class Script:
         for value in values:
             found |= self.origins(value, through, seen | {place})
         return found or {place}
+
+    def loop_around(self, node: cst.CSTNode) -> cst.For | None:
+        """The loop that a node lies in."""
+        return next((each for each in self.above(node) if isinstance(each, cst.For)), None)
+
+    def read_by(self, call: cst.Call) -> set[Place]:
+        """The loaders whose batches a call may get."""
+        around = self.loop_around(call)
+        return self.origins(around.iter, _PASSED_ON) if around else {("", None)}
 
     def last(self, node: Expression) -> Expression:
         """What a variable is assigned last; else the node itself."""
@@ -364,12 +373,14 @@ def find(tree: cst.Module, library: LibraryRows) -> Script:
     _assigned(script)
     script.states = {f"{each}.state": each for each in script.holders}
     _settings(script)
+    for block in script.every(cst.With):
+        match block:
+            case cst.With([cst.WithItem(cst.Call(func) as call, cst.AsName(cst.Name(name)))], cst.IndentedBlock()):
+                script.wrapped |= {name: "local_sgd"} if script.original(func) == "LocalSGD" else {}
+                script.local_sgd += [call] if script.original(func) == "LocalSGD" else []
     script.loops = [loop for block in script.every(cst.With) if (loop := _loop(script, block))]
     for call in script.calls("gather_for_metrics"):
-        around = next((each for each in script.above(call) if isinstance(each, cst.For)), None)
-        found = script.origins(around.iter, _PASSED_ON) if around else {("", None)}
-        script.evaluated |= found
-        script.unfollowed += [] if found <= script.returned else [call]
+        script.evaluated |= script.read_by(call)
     return script
 
 

@@ -17,7 +17,7 @@ _COMPRESSED = MappingProxyType({"FP16": "torch.float16", "BF16": "torch.bfloat16
 _SCALING = MappingProxyType(
     {"init_scale": "init", "growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "growth_every"}
 )
-_STRATEGIES = frozenset({"replicate", "fully_shard", "zero_partition"})
+_STRATEGIES = frozenset({"replicate", "fully_shard", "zero_partition", "local_steps"})
 _OF_MODELS = _STRATEGIES | {"start", "recompute", "tensor_parallel", "context_parallel", "expert_parallel", "compile"}
 SETTINGS = ("strategy", "fsdp_plugin", "deepspeed_plugin")
 _SAID_ELSEWHERE = frozenset({"accumulate_grads", "skip_nonfinite"})
@@ -255,7 +255,8 @@ def _lines_of(draft: ScriptDraft, of: Prepared, transforms: Sequence[TransformCa
         wish = Wish('"bf16"')
         draft.check(of.node, "bf16: DeepSpeed cannot scale a loss that is not its own")
     if not any(call.name in _STRATEGIES for call in calls):
-        calls.append(TransformCall("replicate", _replicate_options(draft, of.node)))
+        local = [_local_steps(draft, of, each) for each in draft.script.local_sgd]
+        calls += local[:1] or [TransformCall("replicate", _replicate_options(draft, of.node))]
         calls.sort(key=lambda call: call.name == "compile")
     asked = any(draft.script.method(n) == "optimizer_step_was_skipped" for n in draft.script.parents)
     scales = "" if asked else wish.scales if wish else None
@@ -284,7 +285,7 @@ def _line(draft: ScriptDraft, of: Prepared, call: TransformCall, names: Sequence
     """One call for one model: its name and those of its optimizers, and what is given for the model."""
     (function, options), (model, *optimizers) = call, names
     objects = [model]
-    if function == "zero_partition" and len(optimizers) == 1:
+    if function in ("zero_partition", "local_steps") and len(optimizers) == 1:
         objects += optimizers
     elif function == "zero_partition":
         line = f"model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, {options})"
@@ -363,6 +364,13 @@ def _names(values: Sequence[cst.CSTNode], plain: str) -> list[str]:
 def _under(test: str, lines: Sequence[str]) -> list[str]:
     """Lines under a condition, if there is one."""
     return [f"if {test}:", *(f"    {each}" for each in lines)] if test and lines else list(lines)
+
+
+def _local_steps(draft: ScriptDraft, of: Prepared, call: cst.Call) -> TransformCall:
+    every = given(call).named("accelerator", "model", "local_sgd_steps").get("local_sgd_steps")
+    if every is None or not draft.script.sees(every, of.node) or not len(of.models) == len(of.optimizers) == 1:
+        raise Left(f"{draft.script.library.hints['LocalSGD']}; ")
+    return TransformCall("local_steps", f"every={code(every)}")
 
 
 def _replicate_options(draft: ScriptDraft, node: cst.CSTNode) -> str:

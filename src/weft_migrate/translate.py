@@ -68,8 +68,6 @@ def translate(source: str, config: Mapping[str, Any] = MappingProxyType({})) -> 
     draft = ScriptDraft(script, config, ctx, state, trackers, window)
     walk = Walk(draft)
     walk.find_parameters()
-    for call in script.unfollowed:
-        draft.check(call, 'for its loader: loader, ctx = weft.shard_data(loader, ctx, uneven="empty")')
     new = tree.visit(walk)
     _list_rest(draft, new)
     rest = {each for each in draft.stayed if uses.isdisjoint([*inside(each), *script.above(each)])}
@@ -103,7 +101,9 @@ def _list_rest(draft: ScriptDraft, new: cst.Module) -> None:
     stayed = set(inside(*draft.stayed))
     for line, became in draft.became.items():
         now = {name for each in became for part in _head(each) for name in variables(part)}
-        for node in [n for part in _head(line) for n in inside(part) if isinstance(n, cst.Name)]:
+        nodes = [n for part in _head(line) for n in inside(part) if isinstance(n, cst.Name)]
+        now -= {n.value for n in nodes if n in stayed}
+        for node in nodes:
             parent = script.parents[node]
             binds = is_part(node, parent) or isinstance(parent, (cst.AssignTarget, cst.Param))
             if node.value in names & now and node not in stayed and not binds:

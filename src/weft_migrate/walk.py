@@ -250,7 +250,9 @@ class Walk(cst.CSTTransformer):
             return isinstance(script.parents[node], cst.Assign)
         if method == "accumulate":
             return any(loop.block in script.above(node) for loop in self.draft.looped)
-        return node in script.taken or any(node in inside(call) and node is not call for call in script.constructors)
+        return node in {*script.taken, *script.local_sgd} or any(
+            node in inside(call) and node is not call for call in script.constructors
+        )
 
     def _with_arguments(self, node: cst.Call, updated: cst.Call) -> cst.Call:
         """A call with the settings that a function needs now."""
@@ -322,6 +324,15 @@ class Walk(cst.CSTTransformer):
             return updated_node.with_changes(test=original_node.test)
         found, _ = draft.results(body.body, updated_node.leading_lines)
         return cst.FlattenSentinel(found)
+
+    @override
+    def leave_With(self, original_node: cst.With, updated_node: cst.With) -> Any:
+        """Of `with LocalSGD(...) as local_sgd:`, the body stays."""
+        call, body = original_node.items[0].item, cst.ensure_type(original_node.body, cst.BaseSuite)
+        if call not in self.script.local_sgd:
+            return updated_node
+        self.draft.check(call, self.script.library.remarks["LocalSGD"])
+        return cst.FlattenSentinel(self.draft.results(body.body, updated_node.leading_lines)[0])
 
     @override
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> Any:

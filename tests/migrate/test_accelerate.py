@@ -306,9 +306,93 @@ def main():
 """
     found = translate(source)
     compile(found.text, "train.py", "exec")
-    assert [each.what for each in found.findings if each.left] == ["find_executable_batch_size(starting_batch_size=64)"]
+    assert found.left == 0 and "weft.data.find_batch_size, ctx=ctx, start=64" in found.text
     assert "        nonlocal seen, ctx\n        steps = 64 // size\n        model, ctx = " in found.text
     assert "weft.accumulate_grads(model, loader, ctx, steps=steps)" in found.text
+
+
+def test_a_training_that_is_tried_again_with_smaller_batches():
+    found = translate("""\
+from accelerate import Accelerator
+from accelerate.utils import find_executable_batch_size
+accelerator = Accelerator()
+
+@find_executable_batch_size(starting_batch_size=first)
+def train(size):
+    sizes.append(accelerator.num_processes * size)
+    if size > 16:
+        raise MemoryError
+
+train()
+""")
+    assert found.left == 0 and _run(found.text, first=20, sizes=[])["sizes"] == [20, 18, 16]
+
+
+_LOCAL = """\
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+
+def main(steps):
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=every, enabled=True) as local_sgd:
+        for n in range(2):
+            accelerator.backward(model(torch.full((1, 1), 1.0 + accelerator.process_index + n)).sum())
+            optimizer.step()
+            local_sgd.step()
+    return [each.item() for each in model.parameters()]
+"""
+
+
+def test_local_sgd_becomes_a_transform():
+    found = translate(_LOCAL.replace("every", "steps"))
+    assert found.left == 0 and "weft.local_steps(model, optimizer, ctx, every=steps)" in found.text
+
+    def trained(ctx, steps):
+        return _run(found.text.replace("weft.start()", "given"), given=ctx)["main"](steps)
+
+    apart, together = run_ranks(trained, 2, 3), run_ranks(trained, 2, 2)
+    assert apart[0] != apart[1] and together[0] == together[1]
+
+
+def test_local_sgd_with_steps_that_are_not_known_where_the_model_is_prepared_is_left():
+    source = _LOCAL.replace(
+        "    with",
+        "    loop(accelerator, model, optimizer, steps)\n\ndef loop(accelerator, model, optimizer, every):\n    with",
+    )
+    found = translate(source)
+    assert [each.what for each in found.findings if each.left] == [
+        "model, optimizer = accelerator.prepare(model, optimizer)"
+    ]
+    assert "weft.local_steps(model, optimizer, ctx, every=8)" in str(found.findings)
+
+
+def test_lines_for_a_trigger_can_be_pasted():
+    text, found = _body("""\
+for n in range(5):
+    if n == 2:
+        accelerator.set_trigger()
+    if accelerator.check_trigger():
+        break
+""")
+    hints = {each.what: each.hint for each in found.findings if each.left}
+    line, _, first = hints["accelerator.set_trigger()"].partition("; and before the loop: ")
+    text = f"{first}\n{text}".replace("accelerator.set_trigger()", line)
+    text = text.replace("accelerator.check_trigger()", hints["accelerator.check_trigger()"])
+    assert _run(f"import weft\n{text}", ctx=weft.local())["n"] == 2
+
+
+def test_hints_have_the_context_of_the_script():
+    found = translate("from accelerate import Accelerator\nctx = 1\na = Accelerator()\na.check_trigger()\n")
+    assert [each.hint for each in found.findings] == ["weft.collectives.any_rank(triggered, weft_ctx)"]
+
+
+def test_what_is_translated_in_a_line_of_which_a_part_is_left_is_not_listed():
+    text, found = _body("accelerator.print(accelerator.something_new, accelerator.device)\n")
+    assert text == "ctx.print(accelerator.something_new, ctx.device)\n"
+    assert [each.what for each in found.findings] == ["accelerator.something_new"]
 
 
 def test_an_accelerator_without_a_name_is_left():
@@ -889,6 +973,54 @@ def main(loader, val_loader):
 """
 
 
+_MEANS = """\
+from accelerate import Accelerator
+accelerator = Accelerator()
+loader = torch.utils.data.DataLoader(data, batch_size=2)
+model, loader = accelerator.prepare(torch.nn.Linear(1, 1), loader)
+losses = []
+for {} in loader:
+    {}
+    losses.append(accelerator.gather_for_metrics(x.float().mean().requires_grad_().repeat(2)))
+mean = torch.cat(losses).mean().item()
+"""
+
+
+@pytest.mark.parametrize(
+    ("batch", "line"), [("x, y", "pass"), ("batch", "x = batch['x']"), ("batch", "x = (lambda x: x)(**batch)")]
+)
+def test_a_mean_that_stands_for_each_row_counts_as_often_as_there_are_rows(batch, line):
+    found = translate(_MEANS.format(batch, line))
+    data = [(float(n), n) if batch == "x, y" else {"x": float(n)} for n in range(7)]
+
+    def mean(ctx):
+        return _run(found.text.replace("weft.start()", "given"), given=ctx, data=data)["mean"]
+
+    assert found.left == 0 and [*run_ranks(mean, 1), *run_ranks(mean, 2)] == [3, 3, 3]
+
+
+def test_a_mean_over_rows_that_cannot_be_counted_is_left():
+    found = translate(_MEANS.format("batch", "x = batch[0]"))
+    assert found.left == 1 and "loss.repeat(rows)" in next(each.hint for each in found.findings if each.left)
+
+
+@pytest.mark.parametrize("loop", ["x in tests", "n, x in enumerate(tests)"])
+def test_the_lines_for_models_that_cannot_compute_without_rows(loop):
+    source = _MEANS.replace("x.float().mean().requires_grad_().repeat(2)", "model(x).detach()")
+    found = translate(source.format("x", "pass").replace("loader", "tests").replace("x in tests", loop))
+    [hint] = [each.hint.splitlines() for each in found.findings if "without rows" in each.hint]
+    shard, head, gather = map(str.strip, hint[-3:])
+    text = found.text.replace('tests, ctx = weft.shard_data(tests, ctx, uneven="empty")', shard)
+    text = text.replace(f"for {loop}:", head).replace("weft.gather(model(x).detach(), ctx)", gather)
+
+    def rows(ctx):
+        names = _run(text.replace("weft.start()", "given"), given=ctx, data=torch.arange(5.0)[:, None])
+        return sum(map(len, names["losses"]))
+
+    assert all(line in text for line in (shard, head, gather))
+    assert [*run_ranks(rows, 1), *run_ranks(rows, 2)] == [5, 5, 5]
+
+
 @pytest.mark.parametrize("call", ["chosen", "loader=chosen"])
 def test_a_loader_is_followed_into_the_function_that_gathers_its_batches(call):
     found = translate(_EVALUATION.replace("{}", "loader", 2).replace("{}", call))
@@ -907,7 +1039,7 @@ def test_a_loader_is_followed_into_the_function_that_gathers_its_batches(call):
 def test_a_loader_that_cannot_be_followed_is_listed():
     found = translate(_EVALUATION.replace("{}", "loader", 2).replace("{}", "**options"))
     assert "uneven" not in found.text
-    [hint] = [each.hint for each in found.findings if "uneven" in each.hint]
+    [hint] = [each.hint for each in found.findings if each.hint.startswith("for its loader")]
     assert hint == 'for its loader: loader, ctx = weft.shard_data(loader, ctx, uneven="empty")'
 
 
@@ -1078,6 +1210,7 @@ _HEAD = """from accelerate import Accelerator, DeepSpeedPlugin, DistributedType,
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast, DDPCommunicationHookType, DistributedDataParallelKwargs, gather_object, set_seed
+from accelerate.utils import find_executable_batch_size
 """
 _ALL = "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)\n"
 
