@@ -558,6 +558,32 @@ def _buffers_of_own_rows(ctx):
         torch.testing.assert_close(buffers(change), list(expected.buffers()))
 
 
+def _batch_norms(ctx):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+    def trained(model, lines=""):
+        names = {"weft": weft, "ctx": ctx, "model": model}
+        exec(lines, names)
+        model, optimizer = names["model"], torch.optim.SGD(names["model"].parameters(), 0.1)
+        for rows in x.chunk(2):
+            model(rows.chunk(ctx.world_size)[ctx.rank]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    with told("engines/torch/hooks/first_steps.py", "normalize over the rows of each rank") as it:
+        trained(nn.Sequential(nn.BatchNorm1d(4)), "model, ctx = weft.replicate(model, ctx)")
+    expected = nn.Sequential(nn.BatchNorm1d(4))
+    for rows in x.chunk(2):
+        expected(rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = trained(nn.Sequential(nn.BatchNorm1d(4)), it.fix)
+        torch.testing.assert_close(found[0].running_mean, expected[0].running_mean)
+        warnings.filterwarnings("ignore", "replicate: batch norms")  # as the message has it
+        trained(nn.Sequential(nn.BatchNorm1d(4)), "model, ctx = weft.replicate(model, ctx)")
+
+
 def _other_weights(ctx):
     for strategy in (weft.replicate, zero):
         model, optimizer, _ = under(strategy, ctx)
@@ -646,7 +672,17 @@ def _not_called(ctx):
 
 
 def _first_steps(ctx):
-    each(ctx, _ddp_around, _same_batches, _buffers_of_own_rows, _other_weights, _not_cleared, _windows, _not_called)
+    each(
+        ctx,
+        _ddp_around,
+        _same_batches,
+        _buffers_of_own_rows,
+        _batch_norms,
+        _other_weights,
+        _not_cleared,
+        _windows,
+        _not_called,
+    )
 
 
 def test_first_steps():

@@ -92,6 +92,12 @@ def buffer_of_own_rows(ctx, strategy):
         optimizer.zero_grad()
 
 
+def batch_norm_of_own_rows(ctx):
+    loader, ctx = weft.shard_data(_loader(), ctx)
+    model, ctx = weft.replicate(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)), ctx)
+    _train(model, _sgd(model), loader)
+
+
 def split_twice(ctx):
     data = _loader().dataset
     weft.shard_data(DataLoader(data, sampler=DistributedSampler(data, ctx.world_size, ctx.rank)), ctx)
@@ -788,6 +794,12 @@ CASES = [
         (weft.fully_shard,),
         UserWarning,
         "fully_shard: forward gives buffers of Codebook other values",
+    ),
+    (
+        batch_norm_of_own_rows,
+        (),
+        UserWarning,
+        "replicate: batch norms of Sequential normalize over the rows of each rank",
     ),
     (split_twice, (), ValueError, "shard_data: this loader cannot be split over the ranks"),
     (

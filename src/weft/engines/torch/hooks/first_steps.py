@@ -32,6 +32,7 @@ _MAX_ELEMENTS = 4096  # of a tensor, spread over it
 _NUM_STEPS = 3
 _NUM_KEPT = 64  # backward passes of windows
 _GRADIENT = "the gradient of "
+_STATISTICS = "statistics "
 
 
 class FirstSteps:
@@ -109,16 +110,34 @@ class FirstSteps:
                     "rows = weft.data.split_between(rows, ctx)",
                 )
 
-    def note_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Forward passes have left these on this rank; the next one begins with those of the first rank."""
+    def note_buffers(self, own: Mapping[str, torch.Tensor], statistics: Mapping[str, torch.Tensor]) -> None:
+        """Forward passes have left these on this rank; the next one begins with those of the first rank.
+
+        Args:
+            own: Buffers by name.
+            statistics: Those of batch norms.
+        """
         if len(self._buffers) < _NUM_BATCHES:
-            named = {name: buffer for name, buffer in buffers.items() if can_be_read(buffer)}
+            every = {**own, **{f"{_STATISTICS}{name}": buffer for name, buffer in statistics.items()}}
+            named = {name: buffer for name, buffer in every.items() if can_be_read(buffer)}
             self._buffers.append(dict(zip(named, checksums(named.values()), strict=True)))
 
     def _compare_buffers(self, everyone: list[list[dict[str, int]]]) -> None:
         facts = [{(number, *one) for number, named in enumerate(told) for one in named.items()} for told in everyone]
-        wrong = sorted({name for _, name, _ in facts[0].union(*facts) - facts[0].intersection(*facts)})
-        if wrong and len(set(map(len, everyone))) == 1:
+        differing = sorted({name for _, name, _ in facts[0].union(*facts) - facts[0].intersection(*facts)})
+        if len(set(map(len, everyone))) != 1:
+            return
+        statistics = [name.removeprefix(_STATISTICS) for name in differing if name.startswith(_STATISTICS)]
+        wrong = [name for name in differing if not name.startswith(_STATISTICS)]
+        if statistics:
+            self._warn(
+                f"{self._what}: batch norms of {self._class_name} normalize over the rows of each rank",
+                f"other values on each rank of {listed(statistics)}, in the first {_NUM_BATCHES} steps",
+                "statistics of the whole batch, as in one process; if each rank has rows enough by itself, as with DDP: "
+                f'warnings.filterwarnings("ignore", "{self._what}: batch norms")',
+                f"model, ctx = weft.sync_batch_norm(model, ctx); {strategy_line(self._what)}  # in this order",
+            )
+        if wrong:
             self._warn(
                 f"{self._what}: forward gives buffers of {self._class_name} other values on each rank",
                 f"{listed(wrong)}, in the first {_NUM_BATCHES} steps; the next forward pass has those of one rank",

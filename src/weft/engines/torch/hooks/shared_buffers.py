@@ -65,16 +65,17 @@ class SharedBuffers:
         module = self._module()
         return list(module.buffers()) if module is not None and self.shared else []
 
-    def own_rules(self) -> dict[str, torch.Tensor]:
-        """Those of which the program says how they change, by name: not the statistics of batch norms, nor caches."""
+    def by_rule(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """By name, those of which the program says how they change, without caches; and statistics of batch norms."""
         module = self._module()
-        return {
-            f"{prefix}.{name}".lstrip("."): buffer
-            for prefix, part in (() if module is None or not self.shared else module.named_modules())
-            if not isinstance(part, torch_internals.batch_norm.found)
-            for name, buffer in part.named_buffers(recurse=False)
-            if name not in torch_internals.NON_PERSISTENT.of(part)
-        }
+        own: dict[str, torch.Tensor] = {}
+        statistics: dict[str, torch.Tensor] = {}
+        for prefix, part in () if module is None or not self.shared else module.named_modules():
+            found = statistics if isinstance(part, torch_internals.batch_norm.found) else own
+            for name, buffer in part.named_buffers(recurse=False):
+                if name not in torch_internals.NON_PERSISTENT.of(part):
+                    found[f"{prefix}.{name}".lstrip(".")] = buffer
+        return own, statistics
 
     def broadcast(self, group: dist.ProcessGroup) -> None:
         """Give all ranks of a group the values of the first one."""

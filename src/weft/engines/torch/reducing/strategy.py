@@ -135,7 +135,7 @@ class Strategy:
         if self._buffers.shared:
             self._buffers.passed(retained=retains_graph())
             if reduced and self._group is not None:
-                self._first_steps.note_buffers(self._buffers.own_rules())
+                self._first_steps.note_buffers(*self._buffers.by_rule())
                 self._buffers.broadcast(self._group)
 
     def _before(self, module: Any = None, args: Any = (), kwargs: Any = None) -> None:
