@@ -140,6 +140,8 @@ class TrainedParameters:
 
     def drop_frozen(self) -> None:
         """Those that were frozen since forward have no gradient, as in one process, and not the one of zeros sent."""
+        if all(map(operator.attrgetter("requires_grad"), self.parameters)):  # as nearly always
+            return
         for p in self.parameters:
             if not p.requires_grad and p.grad is not None and not p.grad.any():
                 p.grad = None
