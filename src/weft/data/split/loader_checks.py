@@ -142,7 +142,7 @@ def samples_per_rank(loader: DataLoader[Any], mode: str, size: int) -> int:
         raise value_error(
             f"shard_data: a batch of {batch_size} cannot be split among {size} ranks",
             found=f"batch_size={batch_size}, {size} ranks",
-            expected=f"a batch size divisible by {size}",
+            expected=f"a batch size divisible by {size}, or a number of ranks that divides {batch_size}",
             fix=f"loader = DataLoader(..., batch_size={-(-batch_size // size) * size})",
         )
     return batch_size // size
