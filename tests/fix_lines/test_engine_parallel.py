@@ -669,6 +669,13 @@ def _strategy_mistakes(ctx):
         critic(generator(x)).sum().backward()
     critic.requires_grad_(False)
     critic(generator(x)).sum().backward()
+    critic.requires_grad_(True)
+    optimizer = torch.optim.SGD(critic.parameters(), 0.1)
+    (critic(x).sum() + critic.second(x).sum()).backward()
+    optimizer.step()  # what is left of these gradients is no part of the step that follows
+    with told("engines/torch/reducing/strategy.py", "got no gradient") as it:
+        critic(generator(x)).sum().backward()
+    assert it.fix.startswith('weft.replicate(..., unused="zero"), or requires_grad_(False) on them; on all of TwoHeads')
 
     model, inner = weft.replicate(nn.Linear(4, 1), ctx)
     model, windows, inner = weft.accumulate_grads(model, list(x.chunk(2)), inner, steps=2)

@@ -203,8 +203,10 @@ class GradientReducer(Strategy):
             return
         missing = [] if self.finds_unused else trained.missing()
         lacking = [p for name, p in trained.together().items() if name in missing] if missing else []
-        # Before it is reduced: what other ranks bring is no gradient of an earlier pass.
-        follows = bool(lacking) and all(p.grad is not None and bool(p.grad.any()) for p in lacking)
+        # Before it is reduced: what other ranks bring is no gradient of an earlier pass. After a step, what is left of
+        # that is no part of the next one.
+        follows = bool(lacking) and self._reductions not in self._stepped_at.values()
+        follows = follows and all(p.grad is not None and bool(p.grad.any()) for p in lacking)
         if lacking and not self._options.at_end:
             # The others wait for the buckets of these parameters, and shall not find out by waiting.
             bring_zeros(lacking, self._session.flag)
