@@ -292,7 +292,8 @@ def denominator(count: Count, ctx: DistContext, *, mean_over: int | None = None)
             parts of them. 1 for a module that is not replicated.
 
     Returns:
-        The count over all ranks, or 1 if that is zero, divided by `mean_over`.
+        The count over all ranks, or 1 if that is zero, divided by `mean_over`. It may be below 1: clamping it, as in
+        `max(1, denominator)`, would weigh rows by the number of ranks.
 
     Raises:
         ValueError: On all ranks, if a count is negative, not finite or no number.
