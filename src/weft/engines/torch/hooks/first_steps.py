@@ -133,7 +133,7 @@ class FirstSteps:
             self._warn(
                 f"{self._what}: batch norms of {self._class_name} normalize over the rows of each rank",
                 f"other values on each rank of {listed(statistics)}, in the first {_NUM_BATCHES} steps",
-                "statistics of the whole batch, as in one process; if each rank has rows enough by itself, as with DDP: "
+                "statistics of the whole batch, as in one process; if each rank has enough rows, as with DDP: "
                 f'warnings.filterwarnings("ignore", "{self._what}: batch norms")',
                 f"model, ctx = weft.sync_batch_norm(model, ctx); {strategy_line(self._what)}  # in this order",
             )
