@@ -18,7 +18,6 @@ from weft.errors import ContractError, listed
 from weft.tensors.dtensor import local
 
 _Hook = Callable[[torch.Tensor], torch.Tensor | None]
-_hooks_of = attrgetter(torch_internals.TENSOR_HOOKS.name)
 _SCALES = (1.0, 1e3)  # of a second gradient beside the one that was there: the larger one meets limits
 
 
@@ -38,15 +37,19 @@ class GradientHooks:
 
     def watch(self, named: Mapping[str, nn.Parameter]) -> None:
         """See what new hooks on these parameters make of the next gradient."""
-        if not any(map(_hooks_of, named.values())):  # this runs in each forward pass
-            return
-        for name, parameter in named.items():
-            table = torch_internals.TENSOR_HOOKS.of(parameter)
-            if table and not self._known.issuperset(table):
-                self._known.update(table)
-                self._leave(name)
-                self._tables[name] = table, dict(table)
-                table.update({key: partial(self._see, name, hook) for key, hook in table.items()})
+        parameters, hooks = list(named.values()), torch_internals.TENSOR_HOOKS
+        # This runs in each forward pass; the first one is asked in the way that says if the name is gone.
+        if parameters and (hooks.of(parameters[0]) or any(map(attrgetter(hooks.name), parameters))):
+            for name, parameter in named.items():
+                self._watch(name, hooks.of(parameter) or {})
+
+    def _watch(self, name: str, table: dict[int, _Hook]) -> None:
+        of_program = {key: hook for key, hook in table.items() if not type(hook).__module__.startswith("weft.")}
+        if not self._known.issuperset(of_program):
+            self._known.update(of_program)
+            self._leave(name)
+            self._tables[name] = table, {key: table[key] for key in of_program}
+            table.update({key: partial(self._see, name, table[key]) for key in of_program})
 
     def _see(self, name: str, hook: _Hook, gradient: torch.Tensor) -> torch.Tensor | None:
         returned, seen = hook(gradient), self._seen.setdefault(name, [])

@@ -30,6 +30,10 @@ from weft.tensors.pairwise import as_real
 from weft.tensors.remote_parameter import is_elsewhere
 
 
+class _Scaled(partial[torch.Tensor]):
+    """A hook on gradients: it is told from those of programs by its type."""
+
+
 class SeparateReduction:
     """Such parameters of one module.
 
@@ -56,7 +60,7 @@ class SeparateReduction:
             if entrance is not None:
                 self._hooks.add(p.register_post_accumulate_grad_hook(entrance()).remove)
             if self.how[name].scale != 1:
-                self._hooks.add(p.register_hook(partial(operator.mul, self.how[name].scale)).remove)
+                self._hooks.add(p.register_hook(_Scaled(operator.mul, self.how[name].scale)).remove)
 
     def release(self) -> None:
         """Take the hooks off."""
