@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeAlias
 
 import torch
@@ -21,17 +22,28 @@ from weft.tensors.checksums import checksums
 Replicas: TypeAlias = Mapping[str, Mapping[str, int]]  # by object and ranks that hold them alike: numbers by name
 
 
-def fingerprints(tensors: Mapping[str, torch.Tensor], ranks: Mapping[str, Collection[int]]) -> Replicas:
-    """Checksums of tensors.
+def begin_fingerprints(tensors: Mapping[str, torch.Tensor], ranks: Mapping[str, Collection[int]]) -> Future[Replicas]:
+    """Begin to make checksums of tensors. On a CPU a thread makes them: while the disk writes, there is time for it.
 
     Args:
         tensors: By name, on any device; what this rank holds of them.
         ranks: Who holds the same, by name.
     """
-    groups: defaultdict[str, dict[str, int]] = defaultdict(dict)
-    for name, number in zip(tensors, checksums(tensors.values()), strict=True):
-        groups[f"{name.partition('/')[0]} {' '.join(map(str, ranks[name]))}"][name] = number
-    return groups
+
+    def make() -> Replicas:
+        groups: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for name, number in zip(tensors, checksums(tensors.values()), strict=True):
+            groups[f"{name.partition('/')[0]} {' '.join(map(str, ranks[name]))}"][name] = number
+        return groups
+
+    if {tensor.device.type for tensor in tensors.values()} == {"cpu"}:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="weft-checksums")
+        made = thread.submit(make)
+        thread.shutdown(wait=False)  # it ends after this
+        return made
+    made = Future()  # at once: a thread would not be on the stream of this one
+    made.set_result(make())
+    return made
 
 
 def digests(replicas: Replicas) -> dict[str, str]:

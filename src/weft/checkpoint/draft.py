@@ -11,6 +11,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weft.checkpoint.compare_replicas import Replicas, differing_groups, digests, fingerprints, raise_different
+from weft.checkpoint.compare_replicas import Replicas, begin_fingerprints, differing_groups, digests, raise_different
 from weft.checkpoint.format.manifest import (
     Damage,
     FileEntry,
@@ -60,7 +61,8 @@ class Outline:
         values: Plain values by object.
         blocks: Which block of which tensor this rank writes.
         of_rank: Plain values of this rank alone.
-        replicas: Numbers that tell whether ranks that hold the same tensors hold the same values.
+        replicas: Numbers that tell whether ranks that hold the same tensors hold the same values. On a CPU a thread may
+            still make them: the state must not change before it has.
         alone: Parameters whose gradients no strategy averages, by name.
         own_buffers: Buffers that no strategy keeps equal, by name.
         plain: Objects that are no modules and no optimizers.
@@ -73,7 +75,7 @@ class Outline:
     values: Mapping[str, Any]
     blocks: Mapping[str, Block]
     of_rank: Mapping[str, Any]
-    replicas: Replicas
+    replicas: Future[Replicas]
     alone: Sequence[str] = ()
     own_buffers: Sequence[str] = ()
     plain: Sequence[str] = ()
@@ -102,10 +104,11 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
         name: found for name, found in ranks.items() if len(found) > 1 and ctx.rank in found and name not in kept_equal
     }
     values = {held.name: held.local for held in (*written, *(content.tensors[name] for name in several))}
-    replicas: Replicas = {}
-    if not ctx.world.pretended:  # else there are no bytes to read
+    if ctx.world.pretended:  # there are no bytes to read
+        several = {}
+    else:
         values = readable({name: value.resolve_conj().resolve_neg() for name, value in values.items()}, ctx)
-        replicas = fingerprints({name: values[name] for name in several}, several)
+    replicas = begin_fingerprints({name: values[name] for name in several}, several)
     plain = [key for key, obj in state.objects.items() if not isinstance(obj, (nn.Module, torch.optim.Optimizer))]
     brought = outline_of(content, written, of_rank, replicas)
     brought = replace(brought, alone=alone, own_buffers=own_buffers, plain=plain)
@@ -118,7 +121,7 @@ def _named(state: Checkpoint, ctx: DistContext, which: Callable[[nn.Module, Dist
 
 
 def outline_of(
-    content: Content, written: Iterable[Held], of_rank: Mapping[str, Any], replicas: Replicas | None = None
+    content: Content, written: Iterable[Held], of_rank: Mapping[str, Any], replicas: Future[Replicas] | None = None
 ) -> Outline:
     """What a rank brings that has a content and writes some of its tensors."""
     return Outline(
@@ -128,7 +131,7 @@ def outline_of(
         values=content.values,
         blocks={held.name: held.block for held in written},
         of_rank=of_rank,
-        replicas=replicas or {},
+        replicas=replicas or begin_fingerprints({}, {}),
     )
 
 
@@ -312,7 +315,7 @@ def complete(
             "entry": vars(entry),
             "blocks": brought.blocks,
             "digests": _digests(brought),
-            "replicas": digests(brought.replicas),
+            "replicas": digests(brought.replicas.result()),
             "rank": brought.of_rank,
         }
 
@@ -339,7 +342,9 @@ def complete(
     if not doubtful:
         saving.history.note_saved(saving.name)
     else:
-        told = gathered_on_main(what, ctx, lambda: {group: brought.replicas.get(group, {}) for group in doubtful})
+        told = gathered_on_main(
+            what, ctx, lambda: {group: brought.replicas.result().get(group, {}) for group in doubtful}
+        )
         from_main(what, ctx, lambda: raise_different(told, brought.alone, brought.own_buffers, brought.plain))
 
 

@@ -178,7 +178,9 @@ class _Saver:
     def staged(self, state: Checkpoint, ctx: DistContext) -> tuple[Outline, Iterator[Any]]:
         """Read the state and copy what this rank writes."""
         brought, mine = outline(state, ctx)
-        return brought, self._staging.copy(mine, value_device(ctx), num_threads=num_threads(ctx))
+        copies = self._staging.copy(mine, value_device(ctx), num_threads=num_threads(ctx))
+        brought.replicas.result()  # the state may change from now on
+        return brought, copies
 
     def open_board(self, world: World) -> World:
         """The same ranks, for meetings of the next save; all ranks have ended the one before."""

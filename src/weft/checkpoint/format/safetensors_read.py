@@ -201,10 +201,7 @@ def open_tensors(path: Path) -> tuple[int, dict[str, Slot]]:
     """
     handle, size = open_plain(path)
     try:
-        slots = _slots(handle, size)
-        if hasattr(os, "posix_fadvise"):  # the kernel reads further ahead: from a disk, half of the CPU time
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        return handle, slots
+        return handle, _slots(handle, size)
     except BaseException:
         os.close(handle)
         raise
