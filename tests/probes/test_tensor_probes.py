@@ -1,5 +1,6 @@
 """tensor_parallel: what mixes the features that ranks share out is refused, however it is written."""
 
+import queue
 import random
 import warnings
 
@@ -627,10 +628,11 @@ def test_a_failed_probe_ends_the_ranks_with_the_part_and_the_fix():
 
 
 def rows_computed(ctx, rows):
-    seen = []
-    model, ctx = weft.tensor_parallel(Feedforward(lambda h: seen.append(tuple(h.shape)) or h), ctx, plan=PLAN)
+    seen = queue.SimpleQueue()  # a list would be put back
+    model, ctx = weft.tensor_parallel(Feedforward(lambda h: seen.put(tuple(h.shape)) or h), ctx, plan=PLAN)
     model(torch.ones(rows, 5))
-    return [n for n, width in seen if width == HIDDEN]
+    shapes = [seen.get() for _ in range(seen.qsize())]
+    return [n for n, width in shapes if width == HIDDEN]
 
 
 @pytest.mark.parametrize(("rows", "whole"), [(12, 6), (3, 2), (2, 2), (1, 1)])

@@ -245,7 +245,7 @@ class _Runs:
         run, ends = _ProbeRun({stage: [] for stage in self._here}), {}
         for number, batch in enumerate(batches):
             with self._modes(together=together):
-                self._renew_buffers()
+                self._renew_buffers(first=number == 0)
                 for stage in self._here:
                     received = map_tensors(lambda t: t.detach().requires_grad_(), self._borders.receive(None, stage))
                     output, returned = self._compute(stage, batch, received)
@@ -273,7 +273,7 @@ class _Runs:
     def run_whole(self, batch: Inputs, compute: Callable[[Inputs], MicroBatchLoss | None]) -> MicroBatchLoss | None:
         """The forward of a batch, with all layers on each rank."""
         with torch.no_grad(), self._modes(together=False):
-            self._renew_buffers()
+            self._renew_buffers(first=True)
             return compute(batch)
 
     @contextlib.contextmanager
@@ -282,13 +282,17 @@ class _Runs:
             self._draws.begin(together=together)
             yield
 
-    def _renew_buffers(self) -> None:
-        """Let the forward of a batch begin with the buffers of the call; backward needs those that it had."""
+    def _renew_buffers(self, *, first: bool) -> None:
+        """Let the forward of a batch begin with copies of the buffers that the one before left, or those of the call.
+
+        Backward needs the ones that it had.
+        """
         made: dict[int, torch.Tensor] = {}
         for slot, name, held in self._buffers:
-            if id(held) not in made:
-                made[id(held)] = held.clone()
-            slot[name] = made[id(held)]
+            begins = held if first else slot[name]
+            if id(begins) not in made:
+                made[id(begins)] = begins.clone()
+            slot[name] = made[id(begins)]
 
     def _gradients(
         self, stage: int, received: list[torch.Tensor], output: Any, result: Result | None

@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from weft import torch_internals
-from weft.engines.torch.probes.repeated_hooks import HOOKS
+from weft.engines.torch.probes.call_state import CallState
+from weft.engines.torch.probes.repeated_hooks import hooks_of_user, unwatched
 from weft.private_names import replaced
 from weft.tensors.dtensor import groups_of, is_fsdp_unit, kept_prefetches, local
 from weft.tensors.rng_state import RngState
@@ -61,28 +62,19 @@ def switched_off(parts: Iterable[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_trace(module: nn.Module) -> Iterator[None]:
-    """Put back random states, forward hooks, and what modules hold as plain attributes, also in lists, dicts and sets.
+    """Put back random states, and what calls of a module and of hooks in it may have changed; see `CallState`.
 
-    Parameters and buffers are those of the call; see `torch.func.functional_call`. Inside, tensors that are plain
-    attributes are copies.
+    Parameters and buffers are those of the call; see `torch.func.functional_call`.
     """
-    attributes = [(part, dict(vars(part))) for part in module.modules()]
-    gathered = [group for part in module.modules() if is_fsdp_unit(part) for group in groups_of(part)]
-    hooks = [kind.of(part) for part, _ in attributes for kind in HOOKS]
-    fillable = [v for _, held in attributes for v in held.values() if _can_fill(v)] + hooks
-    filled = {id(v): (v, copy.copy(v)) for v in fillable}
-    for part, held in attributes:
-        vars(part).update({name: value.clone() for name, value in held.items() if isinstance(value, torch.Tensor)})
+    parts = list(module.modules())
+    gathered = [group for part in parts if is_fsdp_unit(part) for group in groups_of(part)]
+    state = CallState()
     try:
+        state.note((*parts, *map(unwatched, hooks_of_user(module))))
         with random_kept(), kept_prefetches(gathered):
             yield
     finally:
-        for part, held in attributes:
-            vars(part).clear()
-            vars(part).update(held)
-        for value, before in filled.values():
-            value.clear()
-            (value.extend if isinstance(value, (list, deque)) else value.update)(before)
+        state.put_back()
 
 
 @contextlib.contextmanager

@@ -61,6 +61,11 @@ def hooks_of_user(module: nn.Module) -> list[Any]:
     return [hook for hooks in parts for hook in hooks.values() if not _of_package(hook)]
 
 
+def unwatched(hook: Any) -> Any:
+    """A hook itself, also while `quiet_hooks` watches it."""
+    return unwatched(hook.hook) if isinstance(hook, _Watched) else hook
+
+
 class _Watched:
     """A hook of the user, in place of it."""
 

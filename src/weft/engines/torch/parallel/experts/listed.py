@@ -26,7 +26,7 @@ from weft.engines.torch.parallel.experts.expert_placeholders import (
     ExpertCall,
     ExpertPlaceholder,
 )
-from weft.engines.torch.probes.no_trace import random_kept
+from weft.engines.torch.probes.no_trace import no_trace
 from weft.private_names import replaced
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.messages import control_device
@@ -80,11 +80,11 @@ class ListedExperts:
 
     @contextlib.contextmanager
     def _put_back(self, part: nn.Module) -> Iterator[None]:
-        """Put buffers and random states back after the first run."""
+        """Put buffers back after the first run, and all else that it may have changed."""
         places = map(torch_internals.BUFFERS.of, part.modules())
         buffers = [(place, name, b) for place in places for name, b in place.items() if b is not None]
         values = [(buffer.clone(), torch_internals.VERSION.of(buffer)) for _, _, buffer in buffers]
-        with random_kept():
+        with no_trace(part):
             yield
         with torch.no_grad():
             for (place, name, buffer), (value, version) in zip(buffers, values, strict=True):
