@@ -115,6 +115,7 @@ def test_a_manifest_of_16_000_pieces_is_checked_in_no_more_than_linear_time(tmp_
 _SIDE = st.tuples(st.integers(0, 3), st.integers(0, 3))
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(st.data())
 def test_pieces_cover_a_tensor_if_each_element_is_in_one_of_them(data):

@@ -102,7 +102,7 @@ def _gather_shapes(ctx, shapes):
     return weft.gather(value, ctx)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=2), st.integers(0, 3))
 def test_gather_any_number_of_rows(rows, width):
     shapes = [(r, width) for r in rows]
@@ -194,7 +194,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(VALUES)
 def test_any_plain_value_travels(value):
     assert run_ranks(_broadcast_value, 2, value) == [value, value]
@@ -505,6 +505,7 @@ def _first_takes_long(ctx):
     return time.monotonic() - begin
 
 
+@pytest.mark.slow
 def test_main_may_take_longer_than_the_timeout():
     assert all(seconds > 2.4 for seconds in run_ranks(_first_takes_long, 2))
 

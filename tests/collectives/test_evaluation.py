@@ -223,7 +223,7 @@ def _torchmetrics(ctx):
     assert torch.equal(gathered, tm.MulticlassAUROC(3, sync_on_compute=False)(logits, labels))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_torchmetrics_counts_every_sample_once(ranks):
     pytest.importorskip("torchmetrics")
     run_ranks(_torchmetrics, ranks)

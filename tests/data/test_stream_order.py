@@ -196,6 +196,7 @@ def test_nor_on_the_worker_that_reads_it(kind, workers, persistent):
     assert _epochs(loader, 3)[0] == {epoch: whole[epoch] for epoch in (1, 2)}
 
 
+@pytest.mark.slow
 def test_what_the_program_changes_in_a_stream_stays():
     loader = _loader(Position, weft.local())
     list(loader)

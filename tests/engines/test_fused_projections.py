@@ -224,6 +224,7 @@ def restored(ctx, attention, folder, strategy):
         return {name: whole(p) for name, p in module.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "others",
     [

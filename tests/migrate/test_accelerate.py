@@ -346,6 +346,7 @@ def main(steps):
 """
 
 
+@pytest.mark.slow
 def test_local_sgd_becomes_a_transform():
     found = translate(_LOCAL.replace("every", "steps"))
     assert found.left == 0 and "weft.local_steps(model, optimizer, ctx, every=steps)" in found.text

@@ -166,6 +166,7 @@ def copies(ctx):
     return model.parameters  # keeps it
 
 
+@pytest.mark.slow
 def test_copies_of_a_layer_have_memory_of_their_own():
     at_rest = weft.rehearse(copies, 2).at_rest
     weights = sum(p.numel() for p in nn.TransformerEncoderLayer(64, 4, 128).parameters())
@@ -221,6 +222,7 @@ def scaled(ctx):
     return step
 
 
+@pytest.mark.slow
 def test_trackers_and_other_files_of_a_run_are_left_as_they_are(tmp_path):
     def trackers():
         names = [monitoring.jsonl(tmp_path / "run.jsonl", purge_step=2), monitoring.csv(tmp_path / "run.csv")]
@@ -542,6 +544,7 @@ def test_sparse_gradients_are_rehearsed_and_sent_as_whole_tables_at_most():
     assert [(each.kind, each.bytes) for each in found.messages] == [("all_reduce", 4 * (64 * 4 + 5))]
 
 
+@pytest.mark.slow
 def test_known_lengths_decide_sizes_as_in_a_real_run():
     assert_rehearsed(speech, 2, only=[1])
 
@@ -638,6 +641,7 @@ def on_one(ctx):
     return lambda: layer(torch.ones(2, 4)).sum().backward()
 
 
+@pytest.mark.slow
 def test_a_sharded_model_may_be_called_without_a_backward_pass():
     def body(ctx):
         torch.manual_seed(0)

@@ -324,6 +324,7 @@ def _bases(node):
                 yield from _bases(found)
 
 
+@pytest.mark.slow
 def test_the_attributes_that_a_class_documents_exist():
     wrong = {f"{file}: {node.name}": missing for file, node in _classes() if (missing := _undefined_attributes(node))}
     assert not wrong
@@ -395,6 +396,7 @@ def test_process_groups_are_made_in_one_place():
     assert _uses(*(f"{p}{n}" for p in ("", "dist.", "torch.", "torch.distributed.") for n in names)) == GROUPS
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_but_between_processes_that_belong_together():
     names = ["pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "dill.loads", "cloudpickle.loads"]
     assert _uses(*names) == PICKLES

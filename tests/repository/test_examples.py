@@ -170,6 +170,7 @@ def trained(tmp_path_factory):
     return dict(zip((1, 2), zip(outputs, folders.values(), strict=True), strict=True))
 
 
+@pytest.mark.slow
 def test_the_language_model_has_the_same_loss_curve_on_one_rank_and_on_two(trained):
     one, two = (_losses(text, r"step +\d+  loss ([\d.]+)") for text, _ in (trained[1], trained[2]))
     assert len(one) == len(two) == 12

@@ -500,6 +500,7 @@ def _raised():
                     yield path, function, call
 
 
+@pytest.mark.slow
 def test_every_error_of_the_package_has_the_three_lines():
     """But for the echo of another rank's text, and texts that become a line of their caller's."""
     plain = {
@@ -529,6 +530,7 @@ def test_every_error_of_the_package_has_the_three_lines():
     assert plain <= allowed, plain - allowed
 
 
+@pytest.mark.slow
 def test_a_docstring_names_the_errors_that_are_raised():
     missing = []
     for path, function, call in _raised():

@@ -125,6 +125,7 @@ def _streams(ctx):
     return found
 
 
+@pytest.mark.slow
 def test_work_that_nothing_puts_in_order_is_seen():
     ((waited, unordered, recorded, freed),) = on_ranks(_streams, 1)
     assert waited == [] and recorded == []

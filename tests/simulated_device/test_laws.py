@@ -63,10 +63,10 @@ def test_two_devices_train_as_the_cpu(row):
 @pytest.mark.parametrize(
     ("rows", "mesh"),
     [
-        ([HYBRID], HYBRID.mesh),
+        pytest.param([HYBRID], HYBRID.mesh, marks=pytest.mark.slow),
         ([STAGES], STAGES.mesh),
         ([TENSOR, REPLICATE], {"data": 2, "tensor": 2}),
-        ([EXPERTS, REPLICATE], {"data": 2, "expert": 2}),
+        pytest.param([EXPERTS, REPLICATE], {"data": 2, "expert": 2}, marks=pytest.mark.slow),
         *variant_cases(
             ([CONTEXT, REPLICATE], CONTEXT.mesh),
             ([FULLY, SHARD], {"data": 2, "shard": 2}),

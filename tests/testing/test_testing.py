@@ -379,6 +379,7 @@ def _is_ahead(ctx):
     return os.getpid()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", [_cuts_connections, _abandons_a_collective, _is_ahead])
 def test_ranks_that_could_not_meet_again_are_not_used_again(job):
     old = run_ranks(job, 2)

@@ -513,9 +513,9 @@ def test_weights_that_drift_apart_on_one_rank_are_seen(strategy, what, when):
 @pytest.mark.parametrize(
     ("strategy", "what", "when"),
     [
-        ("replicate", "cleared", 2),
+        pytest.param("replicate", "cleared", 2, marks=pytest.mark.slow),
         ("fully_shard", "cleared", 20),
-        ("zero1", "without one gradient", 20),
+        pytest.param("zero1", "without one gradient", 20, marks=pytest.mark.slow),
         *variant_cases(
             ("replicate", "without one gradient", 2),
             ("flat", "cleared", 20),

@@ -119,6 +119,7 @@ def test_one_graph_and_the_numbers_of_eager(blocks, policy, chosen):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, *variants("bf16", "fp16")])
 def test_a_compiled_backward_and_running_statistics(policy):
     options = {"norm": True, "chosen": {}, "policy": policy}
@@ -354,7 +355,7 @@ def _on_ranks(ctx, policy, chosen, strategy, compile_options):
     return _train(model, ctx, policy, steps=10, rank=ctx.rank, ranks=ctx.world_size)
 
 
-@pytest.mark.parametrize("blocks", [None, "blocks.*"], ids=["whole", "blocks"])
+@pytest.mark.parametrize("blocks", [None, pytest.param("blocks.*", marks=pytest.mark.slow)], ids=["whole", "blocks"])
 @pytest.mark.parametrize(
     ("policy", "strategy"),
     [(None, {}), *variant_cases((None, {"flat": True}), ("fp16", {"unused": "zero"}), ("bf16", {}))],

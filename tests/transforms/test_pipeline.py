@@ -277,6 +277,7 @@ def test_steps_in_backward_of_copies_are_refused():
     run_ranks(_stepped_in_backward, 2, mesh={"data": 1, "pipeline": 2})
 
 
+@pytest.mark.slow
 def test_frozen_tied_weights():
     _check(run_ranks(_frozen, 2, mesh={"pipeline": 2}), _frozen(weft.local()))
 

@@ -252,7 +252,7 @@ def _averaged(ctx, folder, kind, dtype=torch.float32, buffers="live"):
     return weft.save(state, folder / f"{kind}-{dtype}", 1, ctx), expected
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_averages_are_what_the_module_computes_with_when_they_are_swapped_in(tmp_path, ranks):
     def saves(ctx, folder):
         return [
@@ -420,6 +420,7 @@ def _peak_bytes():
     return next(int(line.split()[1]) * 1024 for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are measured on Linux")
 def test_memory_does_not_grow_with_the_weights(tmp_path):
     def exports(ctx, folder):
