@@ -111,10 +111,10 @@ def _ends(way: _Way, other: _Way) -> bool:
 
 
 def _decides(way: _Way, other: _Way, line: str) -> bool:
-    """Whether both train and send something else. An integer may be a size: then it decides in any case."""
+    """Whether both train and send something else. An integer may be a size, which decides in any case, or an index."""
     is_size = way.numbers.lines[line] is int
     if way.found is None or other.found is None:
-        return is_size or isinstance(other.error, Endless)
+        return (is_size and not isinstance(other.error, LookupError)) or isinstance(other.error, Endless)
     return not _ends(way, other) and (is_size or facts(way.found)[2] != facts(other.found)[2])
 
 

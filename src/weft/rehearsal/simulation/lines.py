@@ -15,7 +15,9 @@ import torch
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _WEFT = str(Path(__file__).parents[2]) + "/"
 _CHECKING = (_WEFT, f"{_TORCH}amp/grad_scaler.py", f"{_TORCH}nn/init.py")
-_LOGGING = f"{_WEFT}monitoring/log.py"  # what it reads is for the program
+_FOR_PROGRAM = tuple(  # whose lines they read for: logs, norms that are DTensors, conditions
+    _WEFT + name for name in ("monitoring/log.py", "engines/torch/parts/dtensor_reads.py", "collectives/barriers.py")
+)
 _OWN = str(Path(__file__).parents[1]) + "/"
 _STDLIB = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib"))
 _UNSEEN = tuple(f"{_TORCH}{name}" for name in ("_subclasses/", "_dynamo/", "_compile.py", "_ops.py"))  # simulate
@@ -29,8 +31,8 @@ class CodePosition(NamedTuple):
         line: The innermost one outside torch and weft, "train.py:41"; empty if there is none.
         caller: Whose code that line called: "user", "torch", "weft", "strategy" or "optimizer".
         in_order: Whether that line called, however far away, code that checks for numbers that would have to be
-            replaced: weft's, the gradient scaler of torch, or its functions that draw initial weights. `weft.log` reads
-            for that line.
+            replaced: weft's, the gradient scaler of torch, or its functions that draw initial weights. What `weft.log`
+            and `any_rank` read is for that line, and so are numbers that are DTensors, such as a norm.
     """
 
     line: str
@@ -41,14 +43,14 @@ class CodePosition(NamedTuple):
 def code_position() -> CodePosition:
     """Where the program is now."""
     frame: FrameType | None = sys._getframe(1)
-    caller, is_open, in_order, logs = "", True, False, False
+    caller, is_open, in_order, for_program = "", True, False, False
     while frame is not None:
         owner = _owner(frame.f_code.co_filename)
         if owner == "user":
             return CodePosition(
-                _line(frame.f_code.co_filename, frame.f_lineno), caller or "user", in_order and not logs
+                _line(frame.f_code.co_filename, frame.f_lineno), caller or "user", in_order and not for_program
             )
-        logs = logs or frame.f_code.co_filename == _LOGGING
+        for_program = for_program or frame.f_code.co_filename in _FOR_PROGRAM
         in_order = in_order or (owner != "python" and frame.f_code.co_filename.startswith(_CHECKING))
         if owner == "call":
             is_open = False  # what strategies do is done in hooks: this is a module that computes

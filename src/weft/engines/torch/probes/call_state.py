@@ -27,6 +27,7 @@ _FILLED = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _OTHERS = frozenset({"torch", "weft", "numpy", "builtins", *sys.stdlib_module_names}) - {"test"}
 _MOST = 1000  # elements of one container that are looked at
 _LIMIT = 20_000  # objects
+_OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL")
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # noqa: S311  (a type)
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))
 _TORCH_OWN = frozenset(vars(nn.Module()))
@@ -185,7 +186,7 @@ def _is_of_program(module: str) -> bool:
 @functools.lru_cache(maxsize=1000)
 def _names(code: types.CodeType) -> frozenset[str]:
     """The names of global variables that a function, or one inside of it, may use."""
-    found = {str(one.argval) for one in dis.get_instructions(code) if one.opname.endswith("_GLOBAL")}
+    found = {str(one.argval) for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS}
     return frozenset(found.union(*(_names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))))
 
 
