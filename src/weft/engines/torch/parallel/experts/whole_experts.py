@@ -224,7 +224,7 @@ def _differences(
         if found is not None:
             yield Compared(f"output {number} of half of the rows", found, expected.detach())
     # All rows may leave what is there already: this was the call of all of them.
-    if any(not torch.equal(buffers[n], left[n]) for left in (after_one, after) for n in left):
+    if any(not torch.equal(b, left[n]) for left in (after_one, after) for n, b in buffers.items()):
         (one, _), (whole, _) = (run(parts[2], state) for state in (after_one, after))
         for number, (a, expected) in enumerate(zip(one, whole, strict=False)):
             yield Compared(f"output {number} of the next call, with buffers of half of the rows", a, expected)
